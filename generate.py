@@ -1,0 +1,447 @@
+"""Generate text with Llama from the command line: text on stdout, everything else on stderr.
+
+Reads top to bottom: sampling, decoding, measuring, the command line. `python generate.py --help` lists the flags.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention import KV_CACHES, PREFILL_ROWS
+from checkpoint import find_folder, load_model, random_model, read_args
+from measure import Sample, report_memory, report_sample, result_line, say, synchronize
+from model import ModelArgs, Transformer, prefill_plan, transformer_configs
+from tokenizer import Tokenizer, load_tokenizer
+
+# --- sampling ---
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is argmax; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.8
+    top_k: int = 200
+    top_p: float = 1.0
+
+
+def logits_to_probs(logits: Tensor, s: Sampling) -> Tensor:
+    """[B, V] logits of any dtype -> [B, V] float32 probabilities, for a temperature above 0."""
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / s.temperature  # the maximum is 0: a tiny temperature cannot overflow
+    if 0 < s.top_k < logits.shape[-1]:
+        kept = torch.topk(logits, s.top_k, dim=-1).values.narrow(-1, s.top_k - 1, 1)
+        logits = torch.where(logits < kept, -torch.inf, logits)
+    probs = torch.softmax(logits, -1)
+    if s.top_p < 1:  # keep the most probable tokens until their sum reaches top_p (Holtzman et al., 2020); one at least
+        ordered, index = torch.sort(probs, -1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = torch.where(before < s.top_p, ordered, 0)
+        probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
+    return probs
+
+
+def sample(logits: Tensor, s: Sampling) -> Tensor:
+    """[B, V] -> [B, 1] int64. The largest of probability / Exp(1) noise is a draw from the distribution, without the wait
+    for the device that torch.multinomial takes."""
+    if s.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probs = logits_to_probs(logits, s)
+    noise = torch.empty_like(probs).exponential_().clamp_(min=1e-30)
+    return (probs / noise).argmax(-1, keepdim=True)
+
+
+# --- decoding ---
+
+
+def run_tiles(model: Transformer, tokens: list[Tensor], positions: list[Tensor]) -> list[Tensor]:
+    """The prefill phase of one or more tiles; what --compile_prefill compiles, a tile at a time."""
+    return model(tokens, positions, decode=False)
+
+
+def prefill(model: Transformer, prompt: Tensor, chunk: int, run: Callable = run_tiles, single: bool = False) -> Tensor:
+    """Process a prompt [B, T] (int64, on the host) in chunks, writing the caches. Returns the last position's logits
+    [B, V]. `single`: call `run` for one tile at a time, so that a compiled one sees only len(TILE_HEIGHTS) shapes."""
+    device = model.norm.weight.device
+    for parts in prefill_plan(prompt.shape[1], chunk):
+        tokens, positions = [], []
+        for base, height, first, stop in parts:
+            rows = torch.zeros(len(prompt), height, dtype=torch.int64)
+            rows[:, first:stop] = prompt[:, base + first : base + stop]
+            tokens.append(rows.to(device))
+            positions.append(torch.tensor([base, first, stop]).to(device))
+        if single:
+            xs = [run(model, [t], [p])[0] for t, p in zip(tokens, positions, strict=True)]
+        else:
+            xs = run(model, tokens, positions)
+    last = xs[-1].narrow(1, stop - 1, 1)
+    return model.logits(last).squeeze(1)
+
+
+def decode_one_token(model: Transformer, token: Tensor, pos: Tensor, sampling: Sampling) -> Tensor:
+    """token [B, 1] at position pos[0] (pos int64 [3], see model.Tile) -> the next token [B, 1]."""
+    (x,) = model([token], [pos], decode=True)
+    return sample(model.logits(x).squeeze(1), sampling)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The two phases as callables: eager, or what torch.compile made of them."""
+
+    prefill: Callable = prefill
+    decode: Callable = decode_one_token
+
+
+def generate(
+    model: Transformer, prompt: Tensor, max_new_tokens: int, sampling: Sampling, chunk: int, steps: Steps = Steps()  # noqa: B008
+) -> Iterator[Tensor]:
+    """Yield max_new_tokens tokens [B, 1] after the prompt [B, T], each on the device and possibly still being computed.
+    `model.setup_caches` was called for T + max_new_tokens slots. The caller decides when to stop, and reads the tokens."""
+    device = model.norm.weight.device
+    token = sample(steps.prefill(model, prompt, chunk), sampling)
+    pos, step = torch.tensor([prompt.shape[1], 0, 1]).to(device), torch.tensor([1, 0, 0]).to(device)
+    for i in range(max_new_tokens):
+        if i:
+            token = steps.decode(model, token, pos, sampling).clone()  # a CUDA graph's next replay overwrites its output
+            pos.add_(step)
+        yield token
+
+
+def compile_steps(device: torch.device, decode: bool, tiles: bool) -> Steps:
+    """Compile one static graph for decode and one per tile height for prefill, without a graph break."""
+    compiled = partial(
+        torch.compile, fullgraph=True, dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None
+    )
+    steps = Steps()
+    return Steps(
+        prefill=partial(prefill, run=compiled(run_tiles), single=True) if tiles else steps.prefill,
+        decode=compiled(decode_one_token) if decode else steps.decode,
+    )
+
+
+def read_tokens(steps: Iterator[Tensor], device: torch.device) -> Iterator[list[int]]:
+    """Each step's tokens as a list of B ints. On CUDA the next step is queued before the last is waited for (but for the
+    first, whose arrival is the time to first token); elsewhere nothing is queued, so nothing is run ahead."""
+    if device.type != "cuda":
+        for token in steps:
+            yield token.flatten().tolist()
+        return
+    pending = None
+    for i, token in enumerate(steps):
+        host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        if pending is not None:
+            pending[1].synchronize()
+            yield pending[0].flatten().tolist()
+        pending = (host, arrived)
+        if i == 0:
+            arrived.synchronize()
+            yield host.flatten().tolist()
+            pending = None
+    if pending is not None:
+        pending[1].synchronize()
+        yield pending[0].flatten().tolist()
+
+
+# --- one sample ---
+
+
+def emit(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Printer:
+    """Shows rows as text, or as ids where there is no tokenizer. One row streams; several would mix, so each is printed
+    when all are done. Every row ends with a newline."""
+
+    def __init__(self, tokenizer: Tokenizer | None, batch_size: int):
+        self.tokenizer, self.streams, self.shown = tokenizer, batch_size == 1, 0
+        self.stream = tokenizer.stream() if tokenizer else None
+
+    def push(self, token: int) -> None:
+        if self.streams:
+            emit(self.stream.push(token) if self.stream else f"{' ' if self.shown else ''}{token}")
+            self.shown += 1
+
+    def finish(self, rows: list[list[int]]) -> None:
+        if self.streams:
+            emit((self.stream.flush() if self.stream else "") + "\n")
+        else:
+            for row in rows:
+                emit((self.tokenizer.decode(row) if self.tokenizer else " ".join(map(str, row))) + "\n")
+
+
+def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, stop_ids: frozenset, printer) -> Sample:
+    """Generate once: stop, show and time. Ctrl-C keeps what was read so far."""
+    device, begin = model.norm.weight.device, time.perf_counter()
+    result = Sample(prompt.shape[1], [[] for _ in prompt])
+    open_rows = set(range(len(prompt)))
+    try:
+        tokens = generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps)
+        for step in read_tokens(tokens, device):
+            result.times.append(time.perf_counter() - begin)
+            result.ttft_s = result.times[0]
+            open_rows -= {b for b in open_rows if step[b] in stop_ids}
+            for b in open_rows:
+                result.rows[b].append(step[b])
+            if 0 in open_rows:
+                printer.push(step[0])
+            if not open_rows:
+                break
+        if args.max_new_tokens == 0:
+            synchronize(device)
+            result.ttft_s = time.perf_counter() - begin
+        printer.finish(result.rows)
+    except KeyboardInterrupt:
+        result.ended = "interrupted"
+        printer.finish(result.rows)
+    except BrokenPipeError:  # whoever read our text has gone (`| head`): stop, but still report
+        result.ended = "stdout closed"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
+    return result
+
+
+def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps: Steps) -> float:
+    """Run the shapes that the prompt needs once: compiles them, reads mapped weights from disk. Returns seconds."""
+    begin, T = time.perf_counter(), prompt.shape[1]
+    lengths = {T % PREFILL_ROWS or PREFILL_ROWS}
+    if args.compile_prefill:
+        lengths.add(min(T, PREFILL_ROWS))
+    for length in lengths:
+        for _ in generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps):
+            pass
+    synchronize(model.norm.weight.device)
+    return time.perf_counter() - begin
+
+
+# --- the command line ---
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+NOT_BUILT = ("--interactive", "--quantization", "--dry_run", "--gpu", "--profile", "--memory_profile")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line, status 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{Path(self.prog).name}: {message.splitlines()[0]}\n")
+
+
+def whole(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {2**31 - 1}")
+        return value
+
+    return parse
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
+        return value
+
+    return parse
+
+
+def build_parser() -> Parser:
+    p = Parser("generate.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = p.add_argument
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint_path", default=DEFAULT_CHECKPOINT, metavar="PATH", help="a checkpoint's folder, or a "
+                        "file in it (default: %(default)s, made by scripts/quickstart.sh)")
+    source.add_argument("--random_weights", choices=transformer_configs, metavar="NAME", help="no checkpoint: a known "
+                        "configuration with random weights; prints token ids. One of: " + ", ".join(transformer_configs))
+    text = p.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help='taken literally (default: "Hello, my name is")')
+    text.add_argument("--prompt_file", metavar="FILE", help="taken byte for byte; - is stdin")
+    text.add_argument("--prompt_tokens", type=whole(1), metavar="N", help="N varied token ids from a fixed seed (default "
+                      "with --random_weights: 6)")
+    add("--chat", action="store_true", help="the prompt is one user turn in the checkpoint's chat template")
+    add("--system", metavar="TEXT", help="a system message, with --chat")
+    add("--max_new_tokens", type=whole(0), default=200, metavar="N", help="default: %(default)s")
+    add("--num_samples", type=whole(1), default=1, metavar="N", help="generate N times; rates are averaged")
+    add("--batch_size", type=whole(1), default=1, metavar="N", help="N rows of the same prompt at once")
+    add("--temperature", type=real(0, 1e6), default=0.8, metavar="X", help="0 is greedy (default: %(default)s)")
+    add("--top_k", type=whole(0), default=200, metavar="N", help="0 is off (default: %(default)s)")
+    add("--top_p", type=real(1e-9, 1), default=1.0, metavar="X", help="1 is off (default: %(default)s)")
+    add("--seed", type=whole(0), default=1234, metavar="N", help="default: %(default)s")
+    add("--ignore_eos", action="store_true", help="go on after a stop token, up to --max_new_tokens")
+    add("--kv_cache_quantization", nargs="?", const="int8", choices=[k for k in KV_CACHES if k != "plain"],
+        help="keep the KV cache quantized (the bare flag means int8)")
+    add("--linear_causal_mask", action=argparse.BooleanOptionalAction, default=True, help="derive the causal mask from "
+        "positions (default); --no-linear_causal_mask builds the square mask for comparison")
+    add("--cache_size", type=whole(1), metavar="N", help="slots of the KV cache (default: just what the run needs)")
+    add("--prefill_chunk", type=whole(1), default=512, metavar="N", help="prompt tokens per step; never changes the "
+        "result (default: %(default)s)")
+    add("--compile", action="store_true", help="torch.compile decode: one graph")
+    add("--compile_prefill", action="store_true", help="torch.compile prefill: one graph per tile height")
+    add("--device", help="cpu, cuda, cuda:N or mps (default: cuda if present, else cpu)")
+    add("--precision", type=lambda t: t.removeprefix("torch."), choices=PRECISIONS, default="bfloat16",
+        help="dtype of weights and activations (default: %(default)s)")
+    add("--write_result", metavar="FILE", help="append the measurements as one line of JSON")
+    return p  # fmt: skip
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: not a device; use cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: no CUDA here (this torch is {torch.__version__}); use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: no Metal device here; use --device cpu")
+    if device.type not in ("cpu", "mps"):
+        raise ValueError(f"--device {name}: use cpu, cuda, cuda:N or mps")
+    return device
+
+
+def read_prompt(args) -> str:
+    if args.prompt_file is None:
+        return args.prompt if args.prompt is not None else "Hello, my name is"
+    try:
+        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+        return data.decode("utf-8")
+    except OSError as e:
+        raise ValueError(f"--prompt_file {args.prompt_file}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--prompt_file {args.prompt_file}: not UTF-8 at byte {e.start}") from None
+
+
+def prompt_ids(args, model_args: ModelArgs, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt's token ids. ValueError for an empty one and for ids that the model does not have."""
+    if tokenizer is None and (args.chat or args.prompt is not None or args.prompt_file is not None):
+        raise ValueError("--random_weights has no tokenizer: use --prompt_tokens N")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat")
+    if args.prompt_tokens is not None and args.chat:
+        raise ValueError("--prompt_tokens and --chat do not go together")
+    if tokenizer is None or args.prompt_tokens is not None:
+        usable = torch.tensor(tokenizer.text_ids() if tokenizer else range(model_args.vocab_size))
+        generator = torch.Generator().manual_seed(0)
+        return usable[torch.randint(len(usable), (args.prompt_tokens or 6,), generator=generator)].tolist()
+    text = read_prompt(args)
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        ids = tokenizer.encode_chat([*system, {"role": "user", "content": text}])
+    else:
+        ids = tokenizer.encode(text)
+    if not ids:
+        raise ValueError("the prompt is empty: zero tokens, nothing to continue (this tokenizer adds no BOS)")
+    if max(ids) >= model_args.vocab_size:
+        raise ValueError(f"the tokenizer gave id {max(ids)}, but the model has {model_args.vocab_size}: they do not belong together")
+    return ids
+
+
+def fit_lengths(args, model_args: ModelArgs, T: int) -> None:
+    """Settle --cache_size and --max_new_tokens for a prompt of T tokens, or say what does not fit."""
+    limit, new = model_args.block_size, args.max_new_tokens
+    if T > limit:
+        raise ValueError(f"the prompt's {T} tokens exceed the model's context of {limit} (block_size): shorten the prompt")
+    if args.cache_size is not None:
+        if T + new > args.cache_size:
+            raise ValueError(
+                f"--cache_size {args.cache_size} is too small: {T} prompt tokens + --max_new_tokens {new} need {T + new}"
+            )
+        if T + new > limit:
+            raise ValueError(
+                f"{T} prompt tokens + --max_new_tokens {new} = {T + new} exceed the model's context of {limit} (block_size): "
+                f"use --max_new_tokens {limit - T}"
+            )
+        return
+    if T + new > limit:
+        args.max_new_tokens = limit - T
+        say(f"note: --max_new_tokens {new} stops at {limit - T}, where the model's context of {limit} ends (block_size)")
+    args.cache_size = T + args.max_new_tokens
+
+
+def check_result_file(path: str | None) -> None:
+    """A result that cannot be written is known before the run, not after it."""
+    if path is not None:
+        try:
+            with open(path, "a"):
+                pass
+        except OSError as e:
+            raise ValueError(f"--write_result {path}: {e.strerror}") from None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Load, generate, report. Returns the exit status."""
+    device = pick_device(args.device)
+    check_result_file(args.write_result)
+    random = args.random_weights is not None
+    model_args = ModelArgs.from_name(args.random_weights) if random else read_args(args.checkpoint_path)
+    tokenizer = None if random else load_tokenizer(find_folder(args.checkpoint_path))
+    ids = prompt_ids(args, model_args, tokenizer)
+    fit_lengths(args, model_args, len(ids))
+
+    dtype, sampling = PRECISIONS[args.precision], Sampling(args.temperature, args.top_k, args.top_p)
+    model = random_model(model_args, device, dtype) if random else load_model(args.checkpoint_path, device, dtype)
+    model.setup_caches(args.batch_size, args.cache_size, args.kv_cache_quantization or "plain", args.linear_causal_mask)
+    prompt = torch.tensor([ids] * args.batch_size)
+    steps = compile_steps(device, args.compile, args.compile_prefill)
+    warm_s = warm_up(model, prompt, args, sampling, steps)
+    compile_s = warm_s if args.compile or args.compile_prefill else None
+    if compile_s is not None:
+        say(f"compiled in {compile_s:.1f} s")
+
+    stop_ids = frozenset() if tokenizer is None or args.ignore_eos else tokenizer.stop_ids
+    samples = []
+    torch.manual_seed(args.seed)
+    while len(samples) < args.num_samples and not (samples and samples[-1].ended):
+        samples.append(run_sample(model, prompt, args, sampling, steps, stop_ids, Printer(tokenizer, args.batch_size)))
+        report_sample(len(samples), samples[-1])
+    result = result_line(model, args, samples, compile_s)
+    report_memory(result)
+    if args.write_result is not None:
+        with open(args.write_result, "a") as f:
+            f.write(json.dumps(result) + "\n")
+    return 130 if samples[-1].ended == "interrupted" else 0
+
+
+def cli(argv: list[str]) -> int:
+    """Parse and run; what a user did wrong is one line on stderr and status 2."""
+    parser = build_parser()
+    for flag in argv:
+        if flag.split("=")[0] in NOT_BUILT:
+            parser.error(f"{flag.split('=')[0]} is not built yet")
+    args = parser.parse_args(argv)
+    try:
+        return main(args)
+    except ValueError as e:
+        parser.error(str(e))
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))
