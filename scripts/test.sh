@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets up, lints and tests: scripts/test.sh [arguments of pytest]
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+shopt -s nullglob
+
+setup_env requirements.txt requirements-dev.txt
+bash scripts/fetch_default_model.sh
+# Meta's Llama 3 tokenizer.model, which tests read inside the wheel
+fetch_wheel llama_models-0.3.0-py3-none-any.whl 7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f
+
+"$PY" -m ruff check .
+.venv/bin/shellcheck --external-sources --source-path=SCRIPTDIR .ci/run ./*.sh scripts/*.sh
+"$PY" -m pytest -q "$@"
