@@ -158,7 +158,7 @@ def scratch_layout(decode: bool, B: int, R: int, H: int, K: int, D: int, dtype: 
         "bias": ((R * N,), f32),
         "acc": ((B * K, GR, D), f32),
     } | {name: ((B * K, GR, 1), f32) for name in ("top", "new_top", "total", "fade", "part")}
-    if P != f32:
+    if P is not f32:
         layout |= {"probs": ((B * K * GR * N,), P), "pv": ((B * K, GR, D), P)}
     return layout
 

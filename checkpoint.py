@@ -46,7 +46,7 @@ def find_folder(path: str | Path) -> Path:
     """The folder of a checkpoint named by a folder or by a file in it."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"--checkpoint_path {path}: no such file or folder (bash scripts/quickstart.sh fetches the default model)")
+        raise ValueError(f"--checkpoint_path {path}: not there (bash scripts/quickstart.sh fetches the default model)")
     return path if path.is_dir() else path.parent
 
 
@@ -58,7 +58,7 @@ def read_args(path: str | Path) -> ModelArgs:
     config = _read_json(folder / "config.json")
     if config.get("format") != FORMAT:
         kind = "a Hugging Face folder" if "model_type" in config else f"of format {config.get('format')!r}"
-        raise ValueError(f"--checkpoint_path {folder}: is {kind}, which is not read yet, only {FORMAT!r} (scripts/convert_gguf.py)")
+        raise ValueError(f"--checkpoint_path {folder}: {kind} is not read yet, only {FORMAT!r} of scripts/convert_gguf.py")
     return ModelArgs.from_dict({k: v for k, v in config.items() if k != "format"})
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention import KV_CACHES, PREFILL_ROWS
-from checkpoint import find_folder, load_model, random_model, read_args
+from checkpoint import empty_model, find_folder, load_model, random_model, read_args
 from measure import Sample, report_memory, report_sample, result_line, say, synchronize
 from model import ModelArgs, Transformer, prefill_plan, transformer_configs
 from tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ def logits_to_probs(logits: Tensor, s: Sampling) -> Tensor:
     """[B, V] logits of any dtype -> [B, V] float32 probabilities, for a temperature above 0."""
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / s.temperature  # the maximum is 0: a tiny temperature cannot overflow
-    if 0 < s.top_k < logits.shape[-1]:
+    if s.top_k and s.top_k < logits.shape[-1]:
         kept = torch.topk(logits, s.top_k, dim=-1).values.narrow(-1, s.top_k - 1, 1)
         logits = torch.where(logits < kept, -torch.inf, logits)
     probs = torch.softmax(logits, -1)
@@ -102,7 +102,7 @@ class Steps:
 
 
 def generate(
-    model: Transformer, prompt: Tensor, max_new_tokens: int, sampling: Sampling, chunk: int, steps: Steps = Steps()  # noqa: B008
+    model: Transformer, prompt: Tensor, max_new_tokens: int, sampling: Sampling, chunk: int, steps: Steps
 ) -> Iterator[Tensor]:
     """Yield max_new_tokens tokens [B, 1] after the prompt [B, T], each on the device and possibly still being computed.
     `model.setup_caches` was called for T + max_new_tokens slots. The caller decides when to stop, and reads the tokens."""
@@ -357,12 +357,12 @@ def prompt_ids(args, model_args: ModelArgs, tokenizer: Tokenizer | None) -> list
     if not ids:
         raise ValueError("the prompt is empty: zero tokens, nothing to continue (this tokenizer adds no BOS)")
     if max(ids) >= model_args.vocab_size:
-        raise ValueError(f"the tokenizer gave id {max(ids)}, but the model has {model_args.vocab_size}: they do not belong together")
+        raise ValueError(f"the tokenizer gave id {max(ids)}, the model has only {model_args.vocab_size}: they do not match")
     return ids
 
 
-def fit_lengths(args, model_args: ModelArgs, T: int) -> None:
-    """Settle --cache_size and --max_new_tokens for a prompt of T tokens, or say what does not fit."""
+def fit_lengths(args, model_args: ModelArgs, T: int) -> str | None:
+    """Settle --cache_size and --max_new_tokens for a prompt of T tokens, or raise what does not fit. Returns a note."""
     limit, new = model_args.block_size, args.max_new_tokens
     if T > limit:
         raise ValueError(f"the prompt's {T} tokens exceed the model's context of {limit} (block_size): shorten the prompt")
@@ -373,14 +373,39 @@ def fit_lengths(args, model_args: ModelArgs, T: int) -> None:
             )
         if T + new > limit:
             raise ValueError(
-                f"{T} prompt tokens + --max_new_tokens {new} = {T + new} exceed the model's context of {limit} (block_size): "
-                f"use --max_new_tokens {limit - T}"
+                f"{T} prompt tokens + --max_new_tokens {new} = {T + new} exceed the model's context of {limit} "
+                f"(block_size): use --max_new_tokens {limit - T}"
             )
-        return
-    if T + new > limit:
-        args.max_new_tokens = limit - T
-        say(f"note: --max_new_tokens {new} stops at {limit - T}, where the model's context of {limit} ends (block_size)")
+        return None
+    args.max_new_tokens = min(new, limit - T)
     args.cache_size = T + args.max_new_tokens
+    if args.max_new_tokens == new:
+        return None
+    return f"note: --max_new_tokens {new} stops at {limit - T}, where the model's context of {limit} ends (block_size)"
+
+
+def check_memory(args, model_args: ModelArgs, device: torch.device) -> None:
+    """Refuse what can never fit the machine, before anything is loaded: random weights, caches and mask."""
+    model, _ = empty_model(model_args)
+    with torch.device("meta"):
+        model.to(PRECISIONS[args.precision]).setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    weights = sum(p.nbytes for p in model.parameters()) if args.random_weights else 0
+    caches = sum(b.nbytes for b in model.buffers())
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights + caches > total:
+        raise ValueError(
+            f"--cache_size {args.cache_size} x --batch_size {args.batch_size}: caches and mask take {caches / 1e9:.1f} GB"
+            + (f", random weights {weights / 1e9:.1f} GB" if weights else "")
+            + f"; the {device.type} has {total / 1e9:.1f} GB in all"
+        )
+
+
+def cache_form(args) -> tuple[str, bool]:
+    """The cache kind, and whether the mask is the linear one."""
+    return args.kv_cache_quantization or "plain", args.linear_causal_mask
 
 
 def check_result_file(path: str | None) -> None:
@@ -401,11 +426,14 @@ def main(args: argparse.Namespace) -> int:
     model_args = ModelArgs.from_name(args.random_weights) if random else read_args(args.checkpoint_path)
     tokenizer = None if random else load_tokenizer(find_folder(args.checkpoint_path))
     ids = prompt_ids(args, model_args, tokenizer)
-    fit_lengths(args, model_args, len(ids))
+    note = fit_lengths(args, model_args, len(ids))
+    check_memory(args, model_args, device)
 
     dtype, sampling = PRECISIONS[args.precision], Sampling(args.temperature, args.top_k, args.top_p)
     model = random_model(model_args, device, dtype) if random else load_model(args.checkpoint_path, device, dtype)
-    model.setup_caches(args.batch_size, args.cache_size, args.kv_cache_quantization or "plain", args.linear_causal_mask)
+    model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    if note:
+        say(note)
     prompt = torch.tensor([ids] * args.batch_size)
     steps = compile_steps(device, args.compile, args.compile_prefill)
     warm_s = warm_up(model, prompt, args, sampling, steps)

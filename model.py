@@ -47,17 +47,20 @@ class ModelArgs:
 
     def __post_init__(self):
         derived = {
-            "n_local_heads": self.n_head,
-            "intermediate_size": round_up(int(8 * self.dim / 3), 256),
-            "head_dim": self.dim // self.n_head if self.n_head else 0,
+            "n_local_heads": lambda: self.n_head,
+            "intermediate_size": lambda: round_up(int(8 * self.dim / 3), 256),
+            "head_dim": lambda: self.dim // self.n_head,
         }
-        for key, value in derived.items():
-            if not getattr(self, key):
-                object.__setattr__(self, key, value)
-        sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_local_heads", "dim", "intermediate_size", "head_dim")
-        for key in sizes:
-            if type(getattr(self, key)) is not int or not 0 < getattr(self, key) < 2**31:
-                raise ValueError(f"model configuration: {key} is {getattr(self, key)!r}, not a positive whole number")
+        for key in ("block_size", "vocab_size", "n_layer", "n_head", "dim", *derived):
+            if getattr(self, key) == 0 and key in derived:
+                object.__setattr__(self, key, derived[key]())
+            value = getattr(self, key)
+            if type(value) is not int or not 0 < value < 2**31:
+                raise ValueError(f"model configuration: {key} is {value!r}, not a positive whole number")
+        for key in ("rope_base", "norm_eps"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"model configuration: {key} is {value!r}, not a positive number")
         if self.n_head % self.n_local_heads:
             raise ValueError(f"model configuration: {self.n_head} heads cannot share {self.n_local_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -139,10 +142,10 @@ class ModelArgs:
         scaled, factor = bool(params.get("use_scaled_rope")), params.get("rope_scaling_factor")
         twin = cls(block_size=131072 if scaled else 2048, rope_scaling=RopeScaling() if scaled else None)
         for known in map(cls.from_name, transformer_configs):
-            if all(getattr(known, k) == shape[k] for k in ("dim", "n_layer", "rope_base")):
-                if (known.rope_scaling is not None) == scaled:
-                    twin = known
-                    break
+            same = all(getattr(known, k) == shape[k] for k in ("dim", "n_layer", "rope_base"))
+            if same and (known.rope_scaling is not None) == scaled:
+                twin = known
+                break
         return cls(
             name=name,
             block_size=twin.block_size,
