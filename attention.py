@@ -115,7 +115,7 @@ class Int8Cache(PlainCache):
         torch.abs(kv, out=spare)
         torch.amax(spare, -1, out=full)
         half.copy_(full.mul_(1 / 127))
-        full.copy_(half).clamp_(min=1e-30)  # an all-zero token: scale 0 is stored, its codes are 0 / 1e-30 = 0
+        full.copy_(half).clamp_(min=torch.finfo(torch.float32).tiny)  # an all-zero token: 0 / tiny = 0, not 0 / 0
         torch.div(kv, full.unsqueeze(-1), out=spare).round_()
         stop = start + rows.stop - rows.start
         codes[:, :, :, start:stop].copy_(spare[:, :, :, rows])
@@ -154,7 +154,7 @@ def scratch_layout(decode: bool, B: int, R: int, H: int, K: int, D: int, dtype: 
         "k": ((B * K * N * D,), f32),
         "v": ((B * K * N * D,), P),
         "slot_scale": ((B * K * N,), f32),
-        "scores": ((B * K * GR * N,), f32),
+        "scores": ((B * K * GR * max(N, D),), f32),
         "bias": ((R * N,), f32),
         "acc": ((B * K, GR, D), f32),
     } | {name: ((B * K, GR, 1), f32) for name in ("top", "new_top", "total", "fade", "part")}
@@ -267,7 +267,11 @@ def walk(cache, stored, q, buf, n: int, mask, causal, R: int, decode: bool) -> T
         else:
             probs = buf["probs"][: BK * GR * N].view(BK, GR, N).copy_(scores)
             torch.bmm(probs, v, out=buf["pv"])
-            acc.copy_(buf["pv"]) if start == 0 else acc.add_(buf["pv"])
+            # by way of the scores' memory, which is free by now: adding bfloat16 to float32 makes a float32 copy first
+            pv = acc if start == 0 else buf["scores"][: acc.numel()].view(acc.shape)
+            pv.copy_(buf["pv"])
+            if start:
+                acc.add_(pv)
     return acc.div_(total)
 
 

@@ -145,10 +145,15 @@ def write_checkpoint(folder: str | Path, args: ModelArgs, tensors: Iterable[tupl
     config = {"format": FORMAT} | asdict(args)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     shard, size, number = {}, 0, 1
+
+    def flush(file: str) -> None:
+        save_file(shard, folder / file)
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the library makes it private
+
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
-            save_file(shard, folder / f"model-{number:05d}.safetensors")
+            flush(f"model-{number:05d}.safetensors")
             shard, size, number = {}, 0, number + 1
         shard[name] = tensor.contiguous()
         size += tensor.nbytes
-    save_file(shard, folder / ("model.safetensors" if number == 1 else f"model-{number:05d}.safetensors"))
+    flush("model.safetensors" if number == 1 else f"model-{number:05d}.safetensors")

@@ -26,6 +26,17 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
+    def __post_init__(self):
+        for f in fields(self):
+            _check_positive(f"rope_scaling.{f.name}", getattr(self, f.name))
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("model configuration: rope_scaling.low_freq_factor is not below high_freq_factor")
+
+
+def _check_positive(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"model configuration: {name} is {value!r}, not a positive number")
+
 
 @dataclass(frozen=True)
 class ModelArgs:
@@ -58,9 +69,7 @@ class ModelArgs:
             if type(value) is not int or not 0 < value < 2**31:
                 raise ValueError(f"model configuration: {key} is {value!r}, not a positive whole number")
         for key in ("rope_base", "norm_eps"):
-            value = getattr(self, key)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"model configuration: {key} is {value!r}, not a positive number")
+            _check_positive(key, getattr(self, key))
         if self.n_head % self.n_local_heads:
             raise ValueError(f"model configuration: {self.n_head} heads cannot share {self.n_local_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -164,9 +173,9 @@ def _hf_rope_scaling(scaling: dict) -> RopeScaling | None:
         raise ValueError(f"config.json: rope scaling {kind!r} is not supported, only llama3")
     try:
         return RopeScaling(
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
+            factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
             original_max_position=scaling["original_max_position_embeddings"],
         )
     except KeyError as e:

@@ -12,7 +12,7 @@ from model import ModelArgs, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "checkpoints" / "SmolLM2-135M-Instruct"
-GREEDY = Sampling(temperature=0)
+GREEDY, EAGER = Sampling(temperature=0), Steps()
 
 
 def make_model(args: str | ModelArgs = "tiny", dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
@@ -45,7 +45,7 @@ def stored(model: Transformer, T: int) -> list[torch.Tensor]:
     return [t[:, :, :, :T].clone() for layer in model.layers for t in layer.attention.kv_cache.stored]
 
 
-def greedy(model: Transformer, prompt: torch.Tensor, n: int, chunk: int = 512, steps: Steps = Steps()) -> list[list[int]]:
+def greedy(model: Transformer, prompt: torch.Tensor, n: int, chunk: int = 512, steps: Steps = EAGER) -> list[list[int]]:
     """n greedy tokens of each row."""
     return torch.cat(list(generate(model, prompt, n, GREEDY, chunk, steps)), 1).tolist()
 

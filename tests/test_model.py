@@ -117,7 +117,7 @@ def test_twenty_tokens_with_the_cache_equal_twenty_full_forwards():
 
 @pytest.mark.parametrize("kind", KV_CACHES)
 def test_quantized_caches_stay_close(kind):
-    """llama.cpp#23717: an error in a quantized cache shows after 200 tokens, not after 20: decode 200 along the plain text."""
+    """llama.cpp#23717: an error shows after 200 tokens, not after 20: decode 200 along the plain cache's text."""
     model, prompt = make_model(small()), random_prompt(20)
     model.setup_caches(1, 256)
     text = torch.tensor(greedy(model, prompt, 200))
@@ -155,7 +155,8 @@ def test_configurations_have_the_published_sizes():
     published = {
         "Llama-2-7B": 6.738, "Llama-2-13B": 13.016, "Llama-2-70B": 68.977, "Llama-3-8B": 8.030, "Llama-3.1-8B": 8.030,
         "Llama-3.1-70B": 70.554, "Llama-3.1-405B": 405.853, "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213,
-        "Mistral-7B": 7.242, "TinyLlama-1.1B": 1.100, "SmolLM2-135M": 0.1345, "SmolLM2-360M": 0.3618, "SmolLM2-1.7B": 1.7114,
+        "Mistral-7B": 7.242, "TinyLlama-1.1B": 1.100, "SmolLM2-135M": 0.1345, "SmolLM2-360M": 0.3618,
+        "SmolLM2-1.7B": 1.7114,
     }  # fmt: skip
     for name, billions in published.items():
         with torch.device("meta"):
@@ -202,7 +203,8 @@ def test_meta_params(name):
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "gemma2"}, {"model_type": "qwen2"}, {"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True},
+        {"model_type": "gemma2"}, {"model_type": "qwen2"}, {"hidden_act": "gelu"}, {"attention_bias": True},
+        {"mlp_bias": True},
         {"sliding_window": 4096}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"vocab_size": 0},
         {"num_key_value_heads": 3}, {"quantization_config": {"bits": 4}}, {"hidden_size": "64"},
     ],
