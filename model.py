@@ -270,14 +270,25 @@ def causal_triangle() -> Tensor:
 
 
 class Linear(nn.Module):
-    """x @ weight.T for each tile; weight [out, in]."""
+    """x @ weight.T for each tile; weight [out, in]. A weight scheme puts another module with the same `forward` in its
+    place; `scratch_bytes` says how much of `shared.weight_scratch` that needs."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        return 0
+
+    def forward(self, xs: list[Tensor], call: "Call") -> list[Tensor]:
         return [F.linear(x, self.weight) for x in xs]
+
+
+class Embedding(Linear):
+    """A row of weight [V, dim] for each token; `forward` makes it the head of a model with tied embeddings."""
+
+    def lookup(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(tokens, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -310,13 +321,14 @@ class KVCache(nn.Module):
 
 
 @dataclass
-class Tile:
-    """What all layers share about one tile: pos int64 [3] on the device (position of row 0, first valid row, one past the
-    last valid row); rows of the square mask, bool [R, cache_size], or None; and whether it is the decode phase."""
+class Call:
+    """What all layers share in one call: the buffers, the phase, and for each tile its position (int64 [3] on the device:
+    position of row 0, first valid row, one past the last valid row) and its rows of the square mask, or None."""
 
-    pos: Tensor
-    mask: Tensor | None
+    shared: "Shared"
     decode: bool
+    positions: list[Tensor]
+    masks: list[Tensor | None]
 
 
 class Attention(nn.Module):
@@ -327,14 +339,15 @@ class Attention(nn.Module):
         self.wo = Linear(width, args.dim)
         self.kv_cache: KVCache | None = None
 
-    def forward(self, xs: list[Tensor], tiles: list[Tile], shared: "Shared") -> list[Tensor]:
-        stored = self.kv_cache.stored
-        return self.wo([
+    def forward(self, xs: list[Tensor], call: Call) -> list[Tensor]:
+        shared, stored = call.shared, self.kv_cache.stored
+        attended = [
             torch.ops.llama.attend(
-                qkv, shared.freqs_cis, shared.constants, stored, shared.scratch, t.pos, t.mask, shared.kind, t.decode
+                qkv, shared.freqs_cis, shared.constants, stored, shared.scratch, pos, mask, shared.kind, call.decode
             )
-            for qkv, t in zip(self.wqkv(xs), tiles, strict=True)
-        ])  # fmt: skip
+            for qkv, pos, mask in zip(self.wqkv(xs, call), call.positions, call.masks, strict=True)
+        ]
+        return self.wo(attended, call)
 
 
 class FeedForward(nn.Module):
@@ -344,9 +357,9 @@ class FeedForward(nn.Module):
         self.w3 = Linear(args.dim, args.intermediate_size)
         self.w2 = Linear(args.intermediate_size, args.dim)
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        gates = [F.silu(x, inplace=True) for x in self.w1(xs)]
-        return self.w2([gate.mul_(up) for gate, up in zip(gates, self.w3(xs), strict=True)])
+    def forward(self, xs: list[Tensor], call: Call) -> list[Tensor]:
+        gates = [F.silu(x, inplace=True) for x in self.w1(xs, call)]
+        return self.w2([gate.mul_(up) for gate, up in zip(gates, self.w3(xs, call), strict=True)], call)
 
 
 class TransformerBlock(nn.Module):
@@ -357,17 +370,18 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, xs: list[Tensor], tiles: list[Tile], shared: "Shared") -> list[Tensor]:
-        xs = [x.add_(y) for x, y in zip(xs, self.attention(self.attention_norm(xs), tiles, shared), strict=True)]
-        return [x.add_(y) for x, y in zip(xs, self.feed_forward(self.ffn_norm(xs)), strict=True)]
+    def forward(self, xs: list[Tensor], call: Call) -> list[Tensor]:
+        xs = [x.add_(y) for x, y in zip(xs, self.attention(self.attention_norm(xs), call), strict=True)]
+        return [x.add_(y) for x, y in zip(xs, self.feed_forward(self.ffn_norm(xs), call), strict=True)]
 
 
 class Shared(nn.Module):
-    """Buffers that all layers use: the RoPE table, the operator's constants and scratch, and the square mask if wanted."""
+    """Buffers that all layers use: the RoPE table, the operator's constants and scratch, scratch for weights that are kept
+    in another form, and the square mask if wanted."""
 
-    def __init__(self, args: ModelArgs, B: int, cache_size: int, kind: str, linear: bool, dtype, device):
+    def __init__(self, args: ModelArgs, B: int, cache_size: int, kind: str, linear: bool, weight_bytes: int, dtype, device):
         super().__init__()
-        self.kind, self.batch_size, self.cache_size = kind, B, cache_size
+        self.kind, self.cache_size = kind, cache_size
         mask = None
         if not linear:  # the ancestor's mask, L x L, built first and in place: it is the largest thing there is
             mask = torch.ones(cache_size, cache_size, dtype=torch.bool, device=device).tril_()
@@ -377,27 +391,30 @@ class Shared(nn.Module):
         self.names = [f"constant{i}" for i in range(len(constants))]
         for name, constant in zip(self.names, constants, strict=True):
             self.register_buffer(name, constant.to(device), persistent=False)
-        size = scratch_bytes(B, args.n_head, args.n_local_heads, args.head_dim, dtype)
-        self.register_buffer("scratch", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
+        sizes = {
+            "scratch": scratch_bytes(B, args.n_head, args.n_local_heads, args.head_dim, dtype),
+            "weight_scratch": weight_bytes,
+        }
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
 
     @property
     def constants(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.names]
 
-    def tile(self, pos: Tensor, height: int, decode: bool) -> Tile:
-        """Rows of the square mask follow from the position; padding rows beyond its end take its last row."""
-        rows = None
-        if self.mask is not None:
-            index = pos.narrow(0, 0, 1) + torch.arange(height, device=pos.device)
-            rows = self.mask.index_select(0, index.clamp_(max=self.cache_size - 1))
-        return Tile(pos, rows, decode)
+    def mask_rows(self, pos: Tensor, height: int) -> Tensor | None:
+        """Rows of the square mask, bool [R, cache_size]; padding rows beyond its end take its last row."""
+        if self.mask is None:
+            return None
+        index = pos.narrow(0, 0, 1) + torch.arange(height, device=pos.device)
+        return self.mask.index_select(0, index.clamp_(max=self.cache_size - 1))
 
 
 class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.dim, args.vocab_size)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = None if args.tie_word_embeddings else Linear(args.dim, args.vocab_size)
@@ -412,23 +429,30 @@ class Transformer(nn.Module):
         for layer in self.layers:
             layer.attention.kv_cache = None
         a, dtype, device = self.args, self.norm.weight.dtype, self.norm.weight.device
-        self.shared = Shared(a, batch_size, cache_size, kind, linear_causal_mask, dtype, device)
+        weight_bytes = max(m.scratch_bytes(dtype) for m in self.modules() if hasattr(m, "scratch_bytes"))
+        self.shared = Shared(a, batch_size, cache_size, kind, linear_causal_mask, weight_bytes, dtype, device)
         for layer in self.layers:
             layer.attention.kv_cache = KVCache(kind, batch_size, a.n_local_heads, cache_size, a.head_dim, dtype, device)
 
     def kv_cache_bytes(self) -> int:
         return sum(t.nbytes for layer in self.layers for t in layer.attention.kv_cache.stored)
 
+    def weight_bytes(self) -> int:
+        """All that is kept of the weights, a second copy in a kernel's own layout included."""
+        modules = [m for m in self.modules() if not isinstance(m, Shared | KVCache)]
+        return sum(t.nbytes for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+
     def forward(self, tokens: list[Tensor], positions: list[Tensor], decode: bool) -> list[Tensor]:
-        """Run tiles of token ids [B, R] through all layers; positions: int64 [3] each (see Tile). Writes the caches.
+        """Run tiles of token ids [B, R] through all layers; positions: int64 [3] each (see Call). Writes the caches.
         Returns the last layer's output [B, R, dim] of each tile, before the final norm (`logits` applies it)."""
-        tiles = [self.shared.tile(p, t.shape[1], decode) for p, t in zip(positions, tokens, strict=True)]
-        xs = [self.tok_embeddings(t) for t in tokens]
+        masks = [self.shared.mask_rows(p, t.shape[1]) for p, t in zip(positions, tokens, strict=True)]
+        call = Call(self.shared, decode, positions, masks)
+        xs = [self.tok_embeddings.lookup(t, self.norm.weight.dtype) for t in tokens]
         for layer in self.layers:
-            xs = layer(xs, tiles, self.shared)
+            xs = layer(xs, call)
         return xs
 
     def logits(self, x: Tensor) -> Tensor:
-        """[B, S, dim] -> [B, S, V]. Callers pass the last position alone unless they evaluate."""
-        x = self.norm([x])
-        return self.output(x)[0] if self.output is not None else F.linear(x[0], self.tok_embeddings.weight)
+        """[B, S, dim] -> [B, S, V]. Callers pass the last position alone (S = 1) unless they evaluate."""
+        head = self.tok_embeddings if self.output is None else self.output
+        return head(self.norm([x]), Call(self.shared, x.shape[1] == 1, [], []))[0]

@@ -19,7 +19,7 @@ from attention import KV_CACHES, PREFILL_ROWS
 from checkpoint import load_model
 from generate import Sampling, Steps, generate, prefill
 from measure import commit, device_name
-from model import Tile, Transformer
+from model import Call, Transformer
 
 CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 
@@ -28,19 +28,19 @@ def untiled(model: Transformer, prompt: torch.Tensor) -> torch.Tensor:
     """The one shot as it would be without tiles: linear layers, norms and SiLU on all rows at once. (Attention still takes
     256 rows a call, with nothing padded: its scores for all rows at once would not fit the scratch.)"""
     T, shared = prompt.shape[1], model.shared
-    x = model.tok_embeddings(prompt)
+    x = model.tok_embeddings.weight[prompt]
     starts = range(0, T, PREFILL_ROWS)
-    tiles = [Tile(torch.tensor([s, 0, min(PREFILL_ROWS, T - s)]), None, False) for s in starts]
+    call = Call(shared, False, [torch.tensor([s, 0, min(PREFILL_ROWS, T - s)]) for s in starts], [])
     for layer in model.layers:
         attention = layer.attention
-        (qkv,) = attention.wqkv(layer.attention_norm([x]))
+        (qkv,) = attention.wqkv(layer.attention_norm([x]), call)
         parts = [
             torch.ops.llama.attend(part.contiguous(), shared.freqs_cis, shared.constants, attention.kv_cache.stored,
-                                   shared.scratch, tile.pos, None, shared.kind, False)
-            for part, tile in zip(qkv.split(PREFILL_ROWS, 1), tiles)
+                                   shared.scratch, pos, None, shared.kind, False)
+            for part, pos in zip(qkv.split(PREFILL_ROWS, 1), call.positions)
         ]  # fmt: skip
-        x = x + attention.wo([torch.cat(parts, 1)])[0]
-        x = x + layer.feed_forward(layer.ffn_norm([x]))[0]
+        x = x + attention.wo([torch.cat(parts, 1)], call)[0]
+        x = x + layer.feed_forward(layer.ffn_norm([x]), call)[0]
     return model.logits(x[:, -1:]).squeeze(1)
 
 
