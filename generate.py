@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from attention import KV_CACHES, PREFILL_ROWS
-from checkpoint import empty_model, find_folder, load_model, random_model, read_args
+from checkpoint import Checkpoint, empty_model, open_checkpoint, random_checkpoint
+from cli import Parser, check_writable, real, run, whole
 from measure import Sample, report_memory, report_sample, result_line, say, synchronize
 from model import ModelArgs, Transformer, prefill_plan, transformer_configs
+from quantize import QUANTIZERS, chosen_scheme, load_model, swap_layers
 from tokenizer import Tokenizer, load_tokenizer
 
 # --- sampling ---
@@ -212,6 +214,26 @@ def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, st
     return result
 
 
+def run_samples(
+    model, prompt: Tensor, args, sampling: Sampling, steps: Steps, tokenizer: Tokenizer | None
+) -> tuple[list[Sample], str | None]:
+    """Generate and report --num_samples times. Returns the samples, and why they ended early or None. Ctrl-C between two
+    samples keeps those that are done; before the first there is nothing to keep."""
+    stop_ids = frozenset() if tokenizer is None or args.ignore_eos else tokenizer.stop_ids
+    samples = []
+    torch.manual_seed(args.seed)
+    try:
+        while len(samples) < args.num_samples and not (samples and samples[-1].ended):
+            printer = Printer(tokenizer, args.batch_size)
+            samples.append(run_sample(model, prompt, args, sampling, steps, stop_ids, printer))
+            report_sample(len(samples), samples[-1])
+    except KeyboardInterrupt:
+        if not samples:
+            raise
+        return samples, "interrupted"
+    return samples, samples[-1].ended
+
+
 def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps: Steps) -> float:
     """Run the shapes that the prompt needs once: compiles them, reads mapped weights from disk. Returns seconds."""
     begin, T = time.perf_counter(), prompt.shape[1]
@@ -229,44 +251,11 @@ def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps:
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
-NOT_BUILT = ("--interactive", "--quantization", "--dry_run", "--gpu", "--profile", "--memory_profile")
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line, status 2."""
-
-    def error(self, message: str):
-        self.exit(2, f"{Path(self.prog).name}: {message.splitlines()[0]}\n")
-
-
-def whole(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value < 2**31:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {2**31 - 1}")
-        return value
-
-    return parse
-
-
-def real(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
-        return value
-
-    return parse
+NOT_BUILT = ("--interactive", "--dry_run", "--gpu", "--memory_profile")
 
 
 def build_parser() -> Parser:
-    p = Parser("generate.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    p = Parser("generate.py", description=__doc__.splitlines()[0])
     add = p.add_argument
     source = p.add_mutually_exclusive_group()
     source.add_argument("--checkpoint_path", default=DEFAULT_CHECKPOINT, metavar="PATH", help="a checkpoint's folder, or a "
@@ -288,6 +277,9 @@ def build_parser() -> Parser:
     add("--top_p", type=real(1e-9, 1), default=1.0, metavar="X", help="1 is off (default: %(default)s)")
     add("--seed", type=whole(0), default=1234, metavar="N", help="default: %(default)s")
     add("--ignore_eos", action="store_true", help="go on after a stop token, up to --max_new_tokens")
+    add("--quantization", choices=QUANTIZERS, metavar="SCHEME", help="quantize the weights while loading: " + ", ".join(
+        QUANTIZERS) + "; the number is the group that shares a scale and a minimum (a file of quantize.py needs no flag)")
+    add("--keep_head", action="store_true", help="with --quantization: leave head and embedding in float")
     add("--kv_cache_quantization", nargs="?", const="int8", choices=[k for k in KV_CACHES if k != "plain"],
         help="keep the KV cache quantized (the bare flag means int8)")
     add("--linear_causal_mask", action=argparse.BooleanOptionalAction, default=True, help="derive the causal mask from "
@@ -301,6 +293,7 @@ def build_parser() -> Parser:
     add("--precision", type=lambda t: t.removeprefix("torch."), choices=PRECISIONS, default="bfloat16",
         help="dtype of weights and activations (default: %(default)s)")
     add("--write_result", metavar="FILE", help="append the measurements as one line of JSON")
+    add("--profile", metavar="FILE", help="write a chrome trace of one more generation, which is not measured")
     return p  # fmt: skip
 
 
@@ -387,10 +380,13 @@ def fit_lengths(args, model_args: ModelArgs, T: int) -> str | None:
 def check_memory(args, model_args: ModelArgs, device: torch.device) -> None:
     """Refuse what can never fit the machine, before anything is loaded: random weights, caches and mask."""
     model, _ = empty_model(model_args)
+    if args.quantization:
+        swap_layers(model, args.quantization, args.keep_head)
+    model.to(PRECISIONS[args.precision])
+    weights = model.weight_bytes() if args.random_weights else 0
     with torch.device("meta"):
-        model.to(PRECISIONS[args.precision]).setup_caches(args.batch_size, args.cache_size, *cache_form(args))
-    weights = sum(p.nbytes for p in model.parameters()) if args.random_weights else 0
-    caches = sum(b.nbytes for b in model.buffers())
+        model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    caches = sum(b.nbytes for m in (model.shared, *(x.attention.kv_cache for x in model.layers)) for b in m.buffers())
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -408,31 +404,41 @@ def cache_form(args) -> tuple[str, bool]:
     return args.kv_cache_quantization or "plain", args.linear_causal_mask
 
 
-def check_result_file(path: str | None) -> None:
-    """A result that cannot be written is known before the run, not after it."""
-    if path is not None:
-        try:
-            with open(path, "a"):
-                pass
-        except OSError as e:
-            raise ValueError(f"--write_result {path}: {e.strerror}") from None
+def find_model(args, device: torch.device) -> tuple[Checkpoint, Tokenizer | None]:
+    """The checkpoint and its tokenizer; settles --quantization, since a file may be quantized already."""
+    if args.random_weights is not None:
+        checkpoint, tokenizer = random_checkpoint(ModelArgs.from_name(args.random_weights), device), None
+    else:
+        checkpoint = open_checkpoint(args.checkpoint_path)
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+    args.quantization, args.keep_head = chosen_scheme(checkpoint, args.quantization, args.keep_head)
+    return checkpoint, tokenizer
+
+
+def profile_generation(path: str, model: Transformer, prompt: Tensor, args, sampling: Sampling, steps: Steps) -> None:
+    """Run once more under torch's profiler, and write what it saw for chrome://tracing or Perfetto."""
+    with torch.profiler.profile() as profiler:
+        for _ in generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps):
+            pass
+        synchronize(model.norm.weight.device)
+    profiler.export_chrome_trace(path)
+    say(f"profile: {path}")
 
 
 def main(args: argparse.Namespace) -> int:
     """Load, generate, report. Returns the exit status."""
     device = pick_device(args.device)
-    check_result_file(args.write_result)
-    random = args.random_weights is not None
-    model_args = ModelArgs.from_name(args.random_weights) if random else read_args(args.checkpoint_path)
-    tokenizer = None if random else load_tokenizer(find_folder(args.checkpoint_path))
-    ids = prompt_ids(args, model_args, tokenizer)
-    note = fit_lengths(args, model_args, len(ids))
-    check_memory(args, model_args, device)
+    check_writable("--write_result", args.write_result)
+    check_writable("--profile", args.profile)
+    checkpoint, tokenizer = find_model(args, device)
+    ids = prompt_ids(args, checkpoint.args, tokenizer)
+    length_note = fit_lengths(args, checkpoint.args, len(ids))
+    check_memory(args, checkpoint.args, device)
 
-    dtype, sampling = PRECISIONS[args.precision], Sampling(args.temperature, args.top_k, args.top_p)
-    model = random_model(model_args, device, dtype) if random else load_model(args.checkpoint_path, device, dtype)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    model, weight_note = load_model(checkpoint, device, PRECISIONS[args.precision], args.quantization, args.keep_head)
     model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
-    if note:
+    for note in filter(None, (length_note, weight_note)):
         say(note)
     prompt = torch.tensor([ids] * args.batch_size)
     steps = compile_steps(device, args.compile, args.compile_prefill)
@@ -441,34 +447,23 @@ def main(args: argparse.Namespace) -> int:
     if compile_s is not None:
         say(f"compiled in {compile_s:.1f} s")
 
-    stop_ids = frozenset() if tokenizer is None or args.ignore_eos else tokenizer.stop_ids
-    samples = []
-    torch.manual_seed(args.seed)
-    while len(samples) < args.num_samples and not (samples and samples[-1].ended):
-        samples.append(run_sample(model, prompt, args, sampling, steps, stop_ids, Printer(tokenizer, args.batch_size)))
-        report_sample(len(samples), samples[-1])
+    samples, ended = run_samples(model, prompt, args, sampling, steps, tokenizer)
     result = result_line(model, args, samples, compile_s)
     report_memory(result)
     if args.write_result is not None:
         with open(args.write_result, "a") as f:
             f.write(json.dumps(result) + "\n")
-    return 130 if samples[-1].ended == "interrupted" else 0
+    if args.profile is not None and not ended:
+        profile_generation(args.profile, model, prompt, args, sampling, steps)
+    return 130 if ended == "interrupted" else 0
 
 
 def cli(argv: list[str]) -> int:
-    """Parse and run; what a user did wrong is one line on stderr and status 2."""
     parser = build_parser()
     for flag in argv:
         if flag.split("=")[0] in NOT_BUILT:
             parser.error(f"{flag.split('=')[0]} is not built yet")
-    args = parser.parse_args(argv)
-    try:
-        return main(args)
-    except ValueError as e:
-        parser.error(str(e))
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 130
+    return run(parser, main, argv)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tokenizer import LLAMA3_PATTERN
 SCALARS = "BbHhIif?sAQqd"  # struct's letters by the file's type number; s: a string, A: an array
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTIZED = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()
-DEQUANTIZE_BYTES = 4 * 2**20  # of float32 at once: numpy's temporaries are several times as large
+DEQUANTIZE_BYTES = 2**20  # of float32 at once: numpy's temporaries are several times as large
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int
         raise ValueError(f"tensor {name} is of type {kind.name}; read are {', '.join([*PLAIN, *QUANTIZED])}")
     # GGUF names the fastest dimension first: a matrix of R rows and C columns has the dimensions [C, R].
     shape, (block, block_bytes) = tuple(reversed(dims)), gguf.GGML_QUANT_SIZES[kind]
-    if not 1 <= len(shape) <= 4 or min(shape) < 1 or shape[-1] % block:
+    if not (1 if kind.name in PLAIN else 2) <= len(shape) <= 4 or min(shape) < 1 or shape[-1] % block:
         raise ValueError(f"tensor {name} of type {kind.name} has the shape {list(shape)}")
     size = math.prod(shape) // block * block_bytes
     start += offset
@@ -144,7 +144,7 @@ def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int
 
 
 def _dequantized(packed: np.ndarray, kind: gguf.GGMLQuantizationType, row: tuple[int, ...]) -> Tensor:
-    result = torch.empty(len(packed), *row) if row else torch.empty(packed.size // gguf.GGML_QUANT_SIZES[kind][1])
+    result = torch.empty(len(packed), *row)
     step = max(DEQUANTIZE_BYTES // (4 * math.prod(row)), 1)
     with np.errstate(all="ignore"):  # a damaged scale may be inf: that is the file's affair, and no warning's
         for at in range(0, len(packed), step):
@@ -246,17 +246,17 @@ PRE_TOKENIZERS = {
 }  # fmt: skip
 
 
-def tokenizer_files(metadata: dict) -> dict[str, dict]:
+def tokenizer_files(metadata: dict, where: str = "GGUF") -> dict[str, dict]:
     """Hugging Face's `tokenizer.json` and `tokenizer_config.json`, by name. ValueError for another kind of tokenizer, and
     for damaged metadata."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise ValueError(f"its tokenizer is {kind!r} with the pre-tokenizer {pre!r}: only gpt2 with {known} is read")
+        raise ValueError(f"{where}: its tokenizer is {kind!r}, {pre!r}: only 'gpt2' with {known} is read")
     try:
         return _tokenizer_files(metadata, pre)
     except (LookupError, TypeError, AttributeError, ValueError) as e:
-        raise ValueError(f"its tokenizer's metadata are damaged ({_one_line(e)}); download it again") from None
+        raise ValueError(f"{where}: its tokenizer's metadata are damaged ({_one_line(e)}); download it again") from None
 
 
 def _tokenizer_files(metadata: dict, pre: str) -> dict[str, dict]:

@@ -13,7 +13,6 @@ the packed copy is kept beside the codes, and counted. Elsewhere decode goes the
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from checkpoint import Checkpoint, empty_model, load_weights, open_checkpoint, write_checkpoint
+from cli import Parser, run, whole_folder, write_tokenizer
 from model import Call, Embedding, Linear, Transformer
 
 BLOCK_BYTES = 64 * 10**6  # of a dequantized weight at a time: a larger one is multiplied in blocks of its rows
@@ -318,9 +319,11 @@ def load_model(
 
 def quantized_tensors(checkpoint: Checkpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a quantized checkpoint, one layer at a time; what is left in float keeps its dtype."""
-    for entry in checkpoint.entries():
+    layers = dict(model.named_modules())
+    # disable=None: a bar on a terminal, nothing in a log
+    for entry in tqdm(list(checkpoint.entries()), "quantizing", unit="tensor", disable=None):
         path = entry.name.removesuffix(".weight")
-        layer = dict(model.named_modules()).get(path)
+        layer = layers.get(path)
         if not isinstance(layer, QuantizedLinear):
             yield entry.name, entry.read()
             continue
@@ -332,23 +335,29 @@ def quantized_tensors(checkpoint: Checkpoint, model: Transformer) -> Iterator[tu
         layer.to_empty(device="meta")
 
 
+def build_parser() -> Parser:
+    p = Parser("quantize.py", description="Write a quantized checkpoint, which loads on any device and without a flag.")
+    p.add_argument("--checkpoint_path", required=True, metavar="PATH", help="whatever generate.py reads")
+    p.add_argument("--quantization", required=True, choices=QUANTIZERS, help="the weight scheme")
+    p.add_argument("--keep_head", action="store_true", help="leave head and embedding in float")
+    p.add_argument("--out", metavar="FOLDER", help="must not exist yet (default: PATH-SCHEME)")
+    return p
+
+
 def main(args: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(args.checkpoint_path)
     if checkpoint.quantization:
         raise ValueError(f"{checkpoint.path} is quantized already ({checkpoint.quantization})")
-    out = Path(args.out or f"{checkpoint.folder}-{args.quantization}")
-    if out.exists():
-        raise ValueError(f"{out} exists already: remove it, or name another with --out")
+    source = checkpoint.path.with_suffix("") if checkpoint.tokenizer_files else checkpoint.folder  # a GGUF file, or a folder
+    out = Path(args.out) if args.out else source.resolve().with_name(f"{source.resolve().name}-{args.quantization}")
     model, _ = empty_model(checkpoint.args)
-    print(swap_layers(model, args.quantization, args.keep_head), file=sys.stderr)
-    partial = out.with_name(f".{out.name}.partial")  # renamed at the end: an interrupted run leaves nothing half done
-    try:
-        name = args.quantization + (FLOAT_HEAD if args.keep_head else "")
+    note = swap_layers(model, args.quantization, args.keep_head)
+    name = args.quantization + (FLOAT_HEAD if args.keep_head else "")
+    with whole_folder(out) as partial:
         write_checkpoint(partial, checkpoint.args, quantized_tensors(checkpoint, model), quantization=name)
-        for file in checkpoint.folder.iterdir():
-            if "token" in file.name or file.name in ("generation_config.json", "chat_template.jinja"):
-                shutil.copy(file, partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    print(f"wrote {out}", file=sys.stderr)
+        write_tokenizer(checkpoint.tokenizer_source, partial)
+    print(f"{note}\nwrote {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run(build_parser(), main, sys.argv[1:]))

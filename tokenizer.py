@@ -348,7 +348,7 @@ def read_sentencepiece(data: bytes, files: Files) -> Tokenizer:
         raise ValueError(_damaged("tokenizer_config.json or added_tokens.json: an id is no whole number below 2^24"))
     pieces += [b""] * (max(added, default=-1) + 1 - len(pieces))
     for id, token in added.items():
-        pieces[id] = b"" if token.get("special", True) else token["content"].encode()
+        pieces[id] = b"" if token.get("special", True) else token["content"].replace("▁", " ").encode()
         special_ids |= {token["content"]: id} if token["content"] else {}
 
     bos, eos = (tokens[id] if id >= 0 else None for id in (model.bos_id(), model.eos_id()))
@@ -413,7 +413,7 @@ SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json", "added_toke
 
 def _steps(part: dict | None, key: str) -> list[dict]:
     """The members of a pre-tokenizer or post-processor, which may be absent, a single one or a sequence."""
-    return [] if part is None else part[key] if part["type"] == "Sequence" else [part]
+    return [] if not part else part[key] if part["type"] == "Sequence" else [part]
 
 
 def _pre_tokenizer_pattern(steps: list[dict]) -> str:

@@ -59,6 +59,14 @@ def run_all(model: Transformer, prompt: torch.Tensor, chunk: int, n: int = 5) ->
     return logits, kept, greedy(model, prompt, n, chunk)
 
 
+def status_of(cli, argv) -> int:
+    """The exit status of a program's `cli(argv)`."""
+    try:
+        return cli([str(a) for a in argv])
+    except SystemExit as e:
+        return e.code
+
+
 def equal(a, b) -> bool:
     """torch.equal over nested lists."""
     if isinstance(a, torch.Tensor):

@@ -8,6 +8,7 @@ import pytest
 from test_tokenizer import (
     BYTE_LEVEL,
     BYTES,
+    PRE_TOKENIZERS,
     SMOLLM2,
     llama3,  # noqa: F401 (a fixture, like the two others)
     llama3_folder,  # noqa: F401
@@ -102,6 +103,98 @@ def test_line_ends_of_a_message_stay(with_template):
     assert "a\r\nb\rc\\nd" in tokenizer.decode(chat(tokenizer, "a\r\nb\rc\\nd"))
 
 
+# Llama 3.1's own template without its branches for tools, and Llama 3.2's date.
+LLAMA31_TEMPLATE = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not tools_in_user_message is defined %}
+    {%- set tools_in_user_message = true %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+
+{#- This block extracts the system message, so we can slot it into the right place. #}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if builtin_tools is defined or tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {{- raise_exception("This model only supports single tool-calls at once!") }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_llama31_as_hugging_face_has_it(tmp_path, as_file):
+    """Its tokenizer.json, settings and template; `tools` of None, as transformers passes, must not announce tools."""
+    config = trained(PRE_TOKENIZERS["split"])
+    config["model"]["ignore_merges"] = True
+    names = ["begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"]
+    config["added_tokens"] += [
+        config["added_tokens"][0] | {"id": 600 + i, "content": f"<|{name}|>"} for i, name in enumerate(names)
+    ]
+    start, sequence = {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    tokens = {"<|begin_of_text|>": {"id": "<|begin_of_text|>", "ids": [600], "tokens": ["<|begin_of_text|>"]}}
+    template = {"type": "TemplateProcessing", "single": [start, sequence], "pair": [], "special_tokens": tokens}
+    config["post_processor"] = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "clean_up_tokenization_spaces": True}
+    if as_file:
+        (tmp_path / "chat_template.jinja").write_text(LLAMA31_TEMPLATE, encoding="utf-8")
+    else:
+        settings["chat_template"] = LLAMA31_TEMPLATE
+    tokenizer = load(tmp_path, config, tokenizer_config=settings, generation_config={"eos_token_id": [601, 604, 605]})
+    assert (tokenizer.bos_id, tokenizer.add_bos, tokenizer.stop_ids) == (600, True, {601, 604, 605})
+    assert tokenizer.encode("Hi <|eot_id|>").count(600) == 1 and 605 not in tokenizer.encode("Hi <|eot_id|>")
+
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
+    )
+    for messages in (HELLO, [{"role": "system", "content": " Be brief. "}, *HELLO]):
+        text = reference.apply_chat_template(
+            messages, chat_template=LLAMA31_TEMPLATE, add_generation_prompt=True, tokenize=False
+        )
+        assert tokenizer.encode_chat(messages) == reference.encode(text, add_special_tokens=False)
+    assert tokenizer.encode_chat(HELLO).count(600) == 1
+    assert "ipython" not in tokenizer.decode(tokenizer.encode_chat(HELLO))
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if tools is not none %}tools{% endif %}", "{% if tools %}tools{% endif %}", "{{ documents or '' }}"]
+)
+def test_there_are_no_tools(with_template, template):
+    """A template that asks whether `tools is not none` finds tools where the name is merely not defined."""
+    assert chat(with_template(template), "x") == []
+
+
 # --- SmolLM2's own template ---
 
 
@@ -182,9 +275,7 @@ def test_the_default_of_several_templates(with_template):
 
 def test_blocks_leave_no_blank_lines(with_template):
     """Published templates count on trim_blocks and lstrip_blocks; without them every turn gets stray newlines."""
-    tokenizer = with_template(
-        "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
-    )
+    tokenizer = with_template("{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}")
     assert tokenizer.decode(chat(tokenizer, "x")) == "x\n"
 
 

@@ -10,12 +10,13 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, write_tiny
+from conftest import ROOT, status_of, write_tiny
 from safetensors.torch import load_file, save_file
 
 import generate
 import measure
 from attention import KV_CACHES
+from checkpoint import open_checkpoint, random_model
 from tokenizer import load_tokenizer
 
 FIELDS = """date commit command model quantization kv_cache_quantization linear_causal_mask cache_size prefill_chunk
@@ -26,11 +27,7 @@ FIELDS = """date commit command model quantization kv_cache_quantization linear_
 def run(capsys, *argv: str) -> tuple[int, str, str]:
     """Status, stdout and stderr of `python generate.py ...`, in this process."""
     capsys.readouterr()
-    try:
-        status = generate.cli([str(a) for a in argv])
-    except SystemExit as e:
-        status = e.code
-    return (status, *capsys.readouterr())
+    return (status_of(generate.cli, argv), *capsys.readouterr())
 
 
 def process(*argv, **more) -> subprocess.CompletedProcess:
@@ -72,7 +69,7 @@ def test_a_stop_token_is_neither_shown_nor_counted(capsys):
     _, out, _ = run(capsys, "--random_weights", "tiny", "--max_new_tokens", 9, "--temperature", 0)
     ids = list(map(int, out.split()))
     for stop in (ids[4], ids[0]):
-        model = generate.random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
+        model = random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
         model.setup_caches(1, 30)
         args = generate.build_parser().parse_args([*TINY, "--max_new_tokens", "9"])
         prompt = torch.tensor([generate.prompt_ids(args, model.args, None)])
@@ -142,9 +139,9 @@ def test_a_prompt_of_one_token(capsys, tiny):
 def test_prompt_tokens_are_varied_text(tiny_checkpoint):
     tokenizer = load_tokenizer(tiny_checkpoint)
     args = generate.build_parser().parse_args(["--prompt_tokens", "200"])
-    ids = generate.prompt_ids(args, generate.read_args(tiny_checkpoint), tokenizer)
+    ids = generate.prompt_ids(args, open_checkpoint(tiny_checkpoint).args, tokenizer)
     assert len(ids) == 200 and len(set(ids)) > 100 and max(ids) < 256
-    assert ids == generate.prompt_ids(args, generate.read_args(tiny_checkpoint), tokenizer)
+    assert ids == generate.prompt_ids(args, open_checkpoint(tiny_checkpoint).args, tokenizer)
 
 
 # --- limits ---
@@ -199,7 +196,11 @@ ERRORS = {
     "no prompt file": (["--prompt_file", "/nowhere/at/all"], ["--prompt_file /nowhere/at/all"]),
     "device": ([*TINY, "--device", "gpu"], ["--device gpu"]),
     "result folder": ([*TINY, "--write_result", "/nowhere/at/all"], ["--write_result"]),
-    "not built": (["--quantization", "int4wo-64"], ["--quantization is not built yet"]),
+    "not built": (["--interactive"], ["--interactive is not built yet"]),
+    "unknown scheme": ([*TINY, "--quantization", "int4wo-16"], ["int4wo-16", "int4wo-64"]),
+    "scheme that fits nothing": (["--random_weights", "tiny-odd", "--quantization", "int4wo-256"],
+                                 ["96 is no multiple of 256"]),
+    "keep_head alone": ([*TINY, "--keep_head"], ["--quantization"]),
     "not built either": (["--dry_run"], ["--dry_run is not built yet"]),
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import gguf
@@ -10,10 +9,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from conftest import status_of
 from safetensors.torch import load_file
 from test_tokenizer import BYTE_LEVEL, PRE_TOKENIZERS, trained
 
-from checkpoint import read_args
+from checkpoint import open_checkpoint
 from tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "convert_gguf.py"
@@ -29,12 +29,11 @@ def script():
 
 
 @pytest.fixture
-def run(script, monkeypatch, capfd):
+def run(script, capfd):
     """Runs the script; returns its exit status and its lines on stderr. Nothing may go to stdout."""
 
     def run(*arguments) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["convert_gguf.py", *map(str, arguments)])
-        status = script.main()
+        status = status_of(script.cli, arguments)
         captured = capfd.readouterr()
         assert captured.out == ""
         return status, captured.err.splitlines()
@@ -120,7 +119,7 @@ def test_weights_and_shape(tmp_path, run, tied):
     for name, tensor in expected.items():
         assert ours[f"{name}.weight"].dtype == torch.float32
         assert torch.equal(ours[f"{name}.weight"], tensor), name
-    args = read_args(tmp_path / "deep" / "out")
+    args = open_checkpoint(tmp_path / "deep" / "out").args
     assert (args.name, args.block_size, args.n_layer, args.n_head, args.n_local_heads) == ("tiny", 128, 2, 4, 2)
     assert (args.dim, args.intermediate_size, args.head_dim, args.vocab_size) == (64, 96, 16, len(vocabulary()[0]))
     assert (args.rope_base, args.norm_eps, args.tie_word_embeddings) == (12345.0, 1e-5, tied)
@@ -153,10 +152,11 @@ def test_bos_as_the_file_says(tmp_path, run, says):
     ({"arch": "qwen2"}, "'qwen2'"), ({"pre": "deepseek-llm"}, "'deepseek-llm'"),
     ({"llama__rope__scaling__type": "linear"}, "llama.rope.scaling.type"),
     ({"extra_tensors": [("rope_freqs", (8,))]}, "rope_freqs.weight"),
-    ({"extra_tensors": [("blk.0.attn_q_norm", (16,))]}, "blk.0.attn_q_norm.weight is not part of a llama"),
+    ({"extra_tensors": [("blk.0.attn_q_norm", (16,))]}, "blk.0.attn_q_norm.weight does not belong"),
     ({"skip": ["blk.1.ffn_up.weight"]}, "blk.1.ffn_up.weight is missing"),
     ({"skip": ["token_embd.weight"]}, "token_embd.weight"),
-    ({"extra_tensors": [("blk.0.attn_k", (64, 64))]}, "blk.0.attn_k.weight has the shape (64, 64), not (64, 32)"),
+    ({"extra_tensors": [("blk.0.attn_k", (64, 64))]},
+     "blk.0.attn_k.weight has shape [64, 64], its configuration asks for [32, 64]"),
 ])  # fmt: skip
 def test_what_is_not_converted_is_refused_in_one_line(tmp_path, run, options, reason):
     write(tmp_path / "in.gguf", **options)

@@ -5,10 +5,11 @@ import re
 
 from conftest import ROOT
 
-ORDER = "tokenizer memory attention model checkpoint measure generate".split()
 MAY_IMPORT = {
-    "tokenizer": set(), "memory": set(), "attention": set(), "model": {"attention"}, "checkpoint": {"model"},
-    "measure": {"model"}, "generate": {"attention", "model", "checkpoint", "measure", "tokenizer"},
+    "tokenizer": set(), "memory": set(), "cli": {"tokenizer"}, "attention": set(), "model": {"attention"},
+    "measure": {"model"}, "gguf_file": {"model", "tokenizer"}, "checkpoint": {"model", "gguf_file"},
+    "quantize": {"model", "checkpoint", "cli"},
+    "generate": {"attention", "model", "checkpoint", "quantize", "measure", "tokenizer", "cli"},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import quantize
 from attention import KV_CACHES
-from checkpoint import empty_model, load_weights, open_checkpoint, random_checkpoint
+from checkpoint import Checkpoint, Entry, empty_model, load_weights, open_checkpoint, random_checkpoint
 from generate import Sampling, Steps, compile_steps, generate, prefill
 from memory import simulated_cuda
 from model import Call, ModelArgs
@@ -147,13 +148,8 @@ def quantized_model(scheme: str, dtype=F32, args="tiny", keep_head=False):
     source = make_model(args)
     model, _ = empty_model(source.args)
     swap_layers(model, scheme, keep_head)
-    entries = random_checkpoint(source.args, CPU)
-    weights = source.state_dict()
-    entries = type(entries)(
-        entries.path, entries.folder, source.args, None,
-        lambda: iter([type(e)(e.name, e.shape, F32, lambda e=e: iter([weights[e.name]])) for e in entries.entries()]),
-    )  # fmt: skip
-    load_weights(model, entries, CPU, dtype)
+    entries = [Entry(n, tuple(t.shape), t.dtype, lambda t=t: iter(t.split(50))) for n, t in source.state_dict().items()]
+    load_weights(model, Checkpoint(Path("m"), Path("m"), source.args, None, lambda: iter(entries)), CPU, dtype)
     return model.requires_grad_(False)
 
 
@@ -257,7 +253,7 @@ def test_offline_equals_at_load(tmp_path, scheme, keep_head):
         quantize.load_model(open_checkpoint(saved), CPU, BF16, next(s for s in SCHEMES if s != scheme))
     with pytest.raises(ValueError, match="quantized already"):
         run_offline(saved, scheme)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="there already"):
         run_offline(source, scheme)
 
 

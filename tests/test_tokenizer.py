@@ -335,6 +335,53 @@ def test_added_tokens_that_are_not_special_are_shown(tmp_path):
 # --- files ---
 
 
+def test_the_contents_of_files_read_as_the_files_do(tmp_path):
+    """What a GGUF file says of its tokenizer is never written to a folder."""
+    files = {"tokenizer": trained(BYTE_LEVEL), "tokenizer_config": {"bos_token": "<s>", "add_bos_token": True}}
+    files |= {"generation_config": {"eos_token_id": 7}}
+    written = load(tmp_path, files["tokenizer"], **files)
+    given = load_tokenizer({f"{name}.json": content for name, content in files.items()})
+    for text in random_texts(50, seed=4):
+        assert given.encode(text) == written.encode(text)
+    assert (given.bos_id, given.stop_ids) == (written.bos_id, written.stop_ids) != (None, frozenset())
+    assert load_tokenizer({"tokenizer.json": files["tokenizer"]}).bos_id is None
+
+
+@pytest.mark.parametrize("source, reason", [
+    ({}, "no tokenizer in the file given"), ({"tokenizer_config.json": {}}, "no tokenizer in the file given"),
+    ({"tokenizer.json": []}, "tokenizer.json"), ({"tokenizer.json": {"model": None}}, "tokenizer.json"),
+    ({"tokenizer.json": trained(BYTE_LEVEL), "tokenizer_config.json": 5}, "tokenizer_config.json"),
+])  # fmt: skip
+def test_damaged_contents_are_one_line(source, reason):
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(source)
+    assert_one_line(error, reason)
+
+
+def test_a_file_stands_for_itself_or_for_its_folder(tmp_path):
+    """Of two tokenizers the one that was asked for; a file of weights has its tokenizer beside it."""
+    as_json = load(tmp_path, trained(BYTE_LEVEL), tokenizer_config={"bos_token": "<s>"}).vocab_size
+    (tmp_path / "tokenizer.model").write_bytes(tiktoken_lines(BYTES))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "model.pth").write_bytes(b"")
+    sizes = {
+        name: load_tokenizer(tmp_path / name).vocab_size for name in ("tokenizer.json", "tokenizer.model", "model.pth", "")
+    }
+    assert sizes == {"tokenizer.json": as_json, "tokenizer.model": 512, "model.pth": 512, "": 512}
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).bos_id is not None
+
+
+def test_tokenizer_json_stands_in_for_an_unreadable_tokenizer_model(tmp_path):
+    """Clones without git-lfs have a pointer of three lines there."""
+    (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert load(tmp_path, trained(BYTE_LEVEL)).vocab_size == 600
+    (tmp_path / "tokenizer.json").write_text("{")
+    for source in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(ValueError, match=r"tokenizer\.model: damaged"):
+            load_tokenizer(source)
+
+
 def test_special_tokens_follow_however_many_tokens_the_file_has(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(tiktoken_lines([*BYTES, b"ab", b"abc"]))
     tokenizer = load_tokenizer(str(tmp_path))
@@ -369,18 +416,6 @@ def test_a_damaged_tokenizer_model_is_one_line(tmp_path, data, capfd):
         load_tokenizer(tmp_path)
     assert_one_line(error, str(tmp_path / "tokenizer.model"), "damaged", "download")
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_sentencepiece_model_is_told_apart_by_its_bytes(tmp_path):
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["hello world", "the cat sat on the mat"] * 50),
-        model_prefix=str(tmp_path / "tokenizer"), vocab_size=18, minloglevel=2,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="sentencepiece tokenizers are not read yet") as error:
-        load_tokenizer(tmp_path)
-    assert_one_line(error, "tokenizer.model")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"{}", b'{"model": null}', b"\xff\xfe", b"[" * 100_000])
@@ -419,6 +454,8 @@ ADDS_END = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, 
     (_set("post_processor", ADDS_END), "TemplateProcessing"),
     (_set("model", "byte_fallback", True), "byte_fallback"),
     (_set("model", "end_of_word_suffix", "</w>"), "end_of_word_suffix"),
+    (_set("model", "byte_fallback", True), "add its tokenizer.model"),
+    (_set("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Metaspace"}]}), "add its tokenizer.model"),
     (_set("model", "dropout", 0.1), "dropout"),
     (_set("model", "unk_token", "<s>"), "unk_token"),
     (_set("model", "merges", [["a", "QQQ"]]), "QQQ"),
@@ -431,6 +468,7 @@ ADDS_END = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, 
     (_set("model", "vocab", "日", 900), "damaged"),
     (_set("added_tokens", [{"content": "<s>"}]), "damaged"),
     (_set("added_tokens", 0, "id", 300), "damaged"),
+    (_set("added_tokens", 0, "content", 5), "damaged"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(tmp_path, change, reason):
     config = trained(BYTE_LEVEL)
