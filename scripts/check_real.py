@@ -1,7 +1,7 @@
 """The promise on the default model: 892 tokens, every chunk size, equal to the bit. Prints a table; status 1 if one differs.
 
-    bash scripts/check_real.sh            all of it, about 15 minutes on 2 cores
-    bash scripts/check_real.sh --quick    chunks 73, 256 and 892, no compiled part
+    bash scripts/check_real.sh            all of it, about half an hour on 2 cores
+    bash scripts/check_real.sh --quick    chunks 73, 256 and 892, no compiled part, no weight schemes
 """
 
 import argparse
@@ -16,13 +16,15 @@ import torch
 # A script's own folder is on the path, not the repository's root, where the modules stand.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from attention import KV_CACHES
-from checkpoint import load_model
+from checkpoint import open_checkpoint
 from generate import Sampling, Steps, compile_steps, generate
 from measure import commit, device_name
 from model import Transformer
+from quantize import load_model
 from tokenizer import load_tokenizer
 
 CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+CPU, SCHEMES = torch.device("cpu"), ("int8wo", "int4wo-32")
 CHUNKS = (64, 73, 128, 256, 300, 892, 1024)
 T, NEW = 892, 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,18 +70,18 @@ def check(label: str, model, prompt, chunks, steps: Steps, text_chunks=(), want:
         begin = time.perf_counter()
         verdict = compare(outcome(model, prompt, chunk, steps, chunk in text_chunks), want)
         failed += verdict != "equal"
-        print(f"{label:42} chunk {chunk:5}  {verdict:8}  {time.perf_counter() - begin:7.1f} s", flush=True)
+        print(f"{label:46} chunk {chunk:5}  {verdict:8}  {time.perf_counter() - begin:7.1f} s", flush=True)
     return failed, want
 
 
 def main(args: argparse.Namespace) -> int:
-    print(f"torch {torch.__version__}, {device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, "
+    print(f"torch {torch.__version__}, {device_name(CPU)}, {torch.get_num_threads()} threads, "
           f"commit {commit()}, python {platform.python_version()}")  # fmt: skip
     text = "\n\n".join(topics[key] for key in sorted(topics))
     prompt = torch.tensor([load_tokenizer(CHECKPOINT).encode(text)[:T]])
     chunks, failed = ((73, 256, 892) if args.quick else CHUNKS), 0
     for name, dtype in DTYPES.items():
-        model = load_model(CHECKPOINT, torch.device("cpu"), dtype)
+        model, _ = load_model(open_checkpoint(CHECKPOINT), CPU, dtype, None)
         for kind in KV_CACHES:
             want = None  # of both masks: the square one gives the same bits
             for linear in (True, False):
@@ -89,7 +91,13 @@ def main(args: argparse.Namespace) -> int:
                 n, want = check(label, model, prompt, (*chunks, *more), Steps(), (73,), want)
                 failed += n
         if not args.quick:
-            steps = compile_steps(torch.device("cpu"), decode=True, tiles=True)
+            for scheme in SCHEMES:
+                quantized, _ = load_model(open_checkpoint(CHECKPOINT), CPU, dtype, scheme)
+                for kind in KV_CACHES:
+                    quantized.setup_caches(1, T + NEW, kind)
+                    label = f"eager, {scheme}, {kind}, linear mask, {name}"
+                    failed += check(label, quantized, prompt, (73, 256, 300), Steps(), (73,))[0]
+            steps = compile_steps(CPU, decode=True, tiles=True)
             model.setup_caches(1, T + NEW, "int8")
             n, compiled = check(f"compiled, int8, linear mask, {name}", model, prompt, (64, 73, 300), steps, (73,))
             model.setup_caches(1, T + NEW, "int8")
