@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import pickle
 import re
 import warnings
 import zipfile
@@ -93,8 +94,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         for reader in FORMATS.values():
             if (checkpoint := reader(path)) is not None:
                 return checkpoint
-    except OSError as e:
-        raise ValueError(f"--checkpoint_path {path}: {_one_line(e)}") from None
+    except (OSError, ValueError) as e:
+        text = " ".join(str(e).splitlines())[:1000]  # names in a file may be anything
+        raise ValueError(text if isinstance(e, ValueError) else f"--checkpoint_path {path}: {text}") from None
     raise ValueError(f"--checkpoint_path {path}: holds no checkpoint that can be read, which are: {'; '.join(FORMATS)}")
 
 
@@ -133,7 +135,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
         if name in entries:
             raise ValueError(f"{where}: tensor {name} is there twice")
         if name not in expected and name not in takers:
-            raise ValueError(f"{where}: tensor {name} does not belong to this model")
+            raise ValueError(f"{where}: tensor {name!r} does not belong to this model")
         _check_shape(where, name, entry.shape, tuple(expected[name].shape if name in expected else takers[name].shape))
         allowed = (expected[name].dtype,) if name in expected and name not in parameters else FLOATS.values()
         if entry.dtype not in allowed:
@@ -186,9 +188,6 @@ def _numbered(entry: Entry) -> Iterator[tuple[int, Tensor]]:  # (first row, rows
     for rows in entry.blocks():
         yield start, rows
         start += len(rows)
-
-
-# --- random weights ---
 
 
 def random_checkpoint(args: ModelArgs, device: torch.device, seed: int = 0) -> Checkpoint:
@@ -277,7 +276,7 @@ def _stacked_shape(parts: list[Part]) -> tuple[int, ...]:
 
 def _entry(name: str, parts: list[Part]) -> Entry:
     dtype = functools.reduce(torch.promote_types, [p.dtype for p in parts])
-    whole = parts[0] if len(parts) == 1 and parts[0].view else None
+    view = functools.partial(parts[0].rows, 0, parts[0].shape[0]) if len(parts) == 1 and parts[0].view else None
 
     def blocks() -> Iterator[Tensor]:
         for p in parts:
@@ -286,7 +285,7 @@ def _entry(name: str, parts: list[Part]) -> Entry:
             for start in range(0, p.shape[0], step):
                 yield p.rows(start, min(start + step, p.shape[0])).to(dtype)
 
-    return Entry(name, _stacked_shape(parts), dtype, blocks, whole and (lambda: whole.rows(0, whole.shape[0])))
+    return Entry(name, _stacked_shape(parts), dtype, blocks, view)
 
 
 def _same(a: Entry, b: Entry) -> bool:
@@ -344,7 +343,8 @@ def _read_pickle(file: Path) -> Iterator[tuple[str, Part]]:
         if not isinstance(tensors, dict):
             raise ValueError(f"holds a {type(tensors).__name__}, no dict of tensors")
     except Exception as e:  # unpickling what is damaged can raise anything
-        raise ValueError(f"{file}: damaged, not a file of tensors, or older than torch 1.6 ({_one_line(e)})") from None
+        why = "what it holds is not run" if isinstance(e, pickle.UnpicklingError) else _one_line(e)
+        raise ValueError(f"{file}: damaged, not a file of tensors alone, or older than torch 1.6 ({why})") from None
     for name, t in tensors.items():
         if not isinstance(name, str) or type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided:
             raise ValueError(f"{file}: {str(name)[:100]!r} is no tensor")
@@ -403,12 +403,10 @@ def _open_ours(path: Path) -> Checkpoint | None:
     # Names are the scheme's affair; but the configuration must be of a size that the files can hold.
     layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
     stored = sum(math.prod(p.shape) * p.dtype.itemsize for (p,) in parts.values())
-    if len(layers) != args.n_layer:
-        raise ValueError(f"{where}: config.json asks for {args.n_layer} layers, the files hold {len(layers)}")
-    if (weights := sum(math.prod(shape) for _, wanted in _wanted(args, OUR_NAMES) for _, shape in wanted)) > 8 * stored:
-        raise ValueError(f"{where}: config.json asks for {weights} weights, the files hold {stored} bytes")
-    entries = [_entry(name, part) for name, part in parts.items()]
-    return Checkpoint(path, folder, args, quantization, lambda: iter(entries))
+    weights = (math.prod(shape) for _, wanted in _wanted(args, OUR_NAMES) for _, shape in wanted)
+    if len(layers) != args.n_layer or sum(weights) > 8 * stored:
+        raise ValueError(f"{where}: config.json asks for {args.n_layer} layers, there are {len(layers)}; {stored} bytes")
+    return Checkpoint(path, folder, args, quantization, lambda: map(_entry, parts, parts.values()))
 
 
 def _open_hf(path: Path) -> Checkpoint | None:

@@ -55,21 +55,35 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 def check_writable(flag: str, path: str | None) -> None:
     """A file that cannot be written is known before the run, not after it."""
-    if path is not None:
-        try:
-            with open(path, "a"):
-                pass
-        except OSError as e:
-            raise ValueError(f"{flag} {path}: {e.strerror}") from None
+    if path is None:
+        return
+    try:
+        new = not os.path.exists(path)
+        with open(path, "a"):
+            pass
+        if new:  # a run that fails leaves no empty file behind
+            os.unlink(path)
+    except OSError as e:
+        raise ValueError(f"{flag} {path}: {e.strerror}") from None
 
 
 def run(parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: list[str]) -> int:
-    """The exit status of a program: 2 and one line for what a user did wrong, 130 after Ctrl-C."""
+    """The exit status of a program: 2 and one line for what a user did wrong, 1 and one line where a file or a pipe failed
+    on the way, 130 after Ctrl-C."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller: what we print must not end up in another file
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
     args = parser.parse_args(argv)
     try:
         return main(args) or 0
     except ValueError as e:
         parser.error(str(e))
+    except OSError as e:
+        print(f"{Path(parser.prog).name}: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -4,8 +4,8 @@ Reads top to bottom: sampling, decoding, measuring, the command line. `python ge
 """
 
 import argparse
-import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from torch import Tensor
 from attention import KV_CACHES, PREFILL_ROWS
 from checkpoint import Checkpoint, empty_model, open_checkpoint, random_checkpoint
 from cli import Parser, check_writable, real, run, whole
-from measure import Sample, report_memory, report_sample, result_line, say, synchronize
+from measure import Sample, report_run, report_sample, result_line, say, synchronize
 from model import ModelArgs, Transformer, prefill_plan, transformer_configs
 from quantize import QUANTIZERS, chosen_scheme, load_model, swap_layers
 from tokenizer import Tokenizer, load_tokenizer
@@ -40,9 +40,9 @@ def logits_to_probs(logits: Tensor, s: Sampling) -> Tensor:
     """[B, V] logits of any dtype -> [B, V] float32 probabilities, for a temperature above 0."""
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / s.temperature  # the maximum is 0: a tiny temperature cannot overflow
-    if s.top_k and s.top_k < logits.shape[-1]:
-        kept = torch.topk(logits, s.top_k, dim=-1).values.narrow(-1, s.top_k - 1, 1)
-        logits = torch.where(logits < kept, -torch.inf, logits)
+    if s.top_k and s.top_k < logits.shape[-1]:  # by index, not by value: ties are common in bfloat16
+        kept = torch.topk(logits, s.top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
     probs = torch.softmax(logits, -1)
     if s.top_p < 1:  # keep the most probable tokens until their sum reaches top_p (Holtzman et al., 2020); one at least
         ordered, index = torch.sort(probs, -1, descending=True)
@@ -270,8 +270,9 @@ def build_parser() -> Parser:
     add("--chat", action="store_true", help="the prompt is one user turn in the checkpoint's chat template")
     add("--system", metavar="TEXT", help="a system message, with --chat")
     add("--max_new_tokens", type=whole(0), default=200, metavar="N", help="default: %(default)s")
-    add("--num_samples", type=whole(1), default=1, metavar="N", help="generate N times; rates are averaged")
-    add("--batch_size", type=whole(1), default=1, metavar="N", help="N rows of the same prompt at once")
+    add("--num_samples", type=whole(1), default=1, metavar="N", help="generate N times, and average the rates")
+    add("--batch_size", type=whole(1), default=1, metavar="N", help="N rows of the same prompt at once; printed "
+        "one after another at the end")
     add("--temperature", type=real(0, 1e6), default=0.8, metavar="X", help="0 is greedy (default: %(default)s)")
     add("--top_k", type=whole(0), default=200, metavar="N", help="0 is off (default: %(default)s)")
     add("--top_p", type=real(1e-9, 1), default=1.0, metavar="X", help="1 is off (default: %(default)s)")
@@ -286,10 +287,10 @@ def build_parser() -> Parser:
         "positions (default); --no-linear_causal_mask builds the square mask for comparison")
     add("--cache_size", type=whole(1), metavar="N", help="slots of the KV cache (default: just what the run needs)")
     add("--prefill_chunk", type=whole(1), default=512, metavar="N", help="prompt tokens per step; never changes the "
-        "result (default: %(default)s)")
+        "result. Best a multiple of 256: each step computes whole tiles (default: %(default)s)")
     add("--compile", action="store_true", help="torch.compile decode: one graph")
     add("--compile_prefill", action="store_true", help="torch.compile prefill: one graph per tile height")
-    add("--device", help="cpu, cuda, cuda:N or mps (default: cuda if present, else cpu)")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps (default: cuda if present, else cpu)")
     add("--precision", type=lambda t: t.removeprefix("torch."), choices=PRECISIONS, default="bfloat16",
         help="dtype of weights and activations (default: %(default)s)")
     add("--write_result", metavar="FILE", help="append the measurements as one line of JSON")
@@ -319,7 +320,12 @@ def pick_device(name: str | None) -> torch.device:
 
 def read_prompt(args) -> str:
     if args.prompt_file is None:
-        return args.prompt if args.prompt is not None else "Hello, my name is"
+        text = args.prompt if args.prompt is not None else "Hello, my name is"
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # how Python passes on stray bytes
+            raise ValueError("--prompt: not UTF-8")
+        return text
+    if args.prompt_file == "-" and sys.stdin is None:
+        raise ValueError("--prompt_file -: stdin is closed")
     try:
         data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
         return data.decode("utf-8")
@@ -393,9 +399,9 @@ def check_memory(args, model_args: ModelArgs, device: torch.device) -> None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights + caches > total:
         raise ValueError(
-            f"--cache_size {args.cache_size} x --batch_size {args.batch_size}: caches and mask take {caches / 1e9:.1f} GB"
+            f"caches and mask for {args.batch_size} x {args.cache_size} slots take {caches / 1e9:.1f} GB"
             + (f", random weights {weights / 1e9:.1f} GB" if weights else "")
-            + f"; the {device.type} has {total / 1e9:.1f} GB in all"
+            + f", and the {device.type} has {total / 1e9:.1f} GB in all: use a smaller --cache_size"
         )
 
 
@@ -404,12 +410,25 @@ def cache_form(args) -> tuple[str, bool]:
     return args.kv_cache_quantization or "plain", args.linear_causal_mask
 
 
+def check_compiler(args, device: torch.device) -> None:
+    """torch.compile fails late and at length where it cannot build what it writes."""
+    if device.type != "cpu" or not (args.compile or args.compile_prefill):
+        return
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        raise ValueError("--compile: needs a C++ compiler (g++ or clang++) for the CPU, and none is installed")
+    if " " in torch.__file__:
+        raise ValueError("--compile: torch cannot link what it compiles from a path with a space: move the repository")
+
+
 def find_model(args, device: torch.device) -> tuple[Checkpoint, Tokenizer | None]:
     """The checkpoint and its tokenizer; settles --quantization, since a file may be quantized already."""
     if args.random_weights is not None:
         checkpoint, tokenizer = random_checkpoint(ModelArgs.from_name(args.random_weights), device), None
     else:
-        checkpoint = open_checkpoint(args.checkpoint_path)
+        path = Path(args.checkpoint_path)
+        if args.checkpoint_path == DEFAULT_CHECKPOINT and not path.exists():  # started in another folder
+            path = Path(__file__).parent / DEFAULT_CHECKPOINT
+        checkpoint = open_checkpoint(path)
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     args.quantization, args.keep_head = chosen_scheme(checkpoint, args.quantization, args.keep_head)
     return checkpoint, tokenizer
@@ -428,6 +447,7 @@ def profile_generation(path: str, model: Transformer, prompt: Tensor, args, samp
 def main(args: argparse.Namespace) -> int:
     """Load, generate, report. Returns the exit status."""
     device = pick_device(args.device)
+    check_compiler(args, device)
     check_writable("--write_result", args.write_result)
     check_writable("--profile", args.profile)
     checkpoint, tokenizer = find_model(args, device)
@@ -448,11 +468,7 @@ def main(args: argparse.Namespace) -> int:
         say(f"compiled in {compile_s:.1f} s")
 
     samples, ended = run_samples(model, prompt, args, sampling, steps, tokenizer)
-    result = result_line(model, args, samples, compile_s)
-    report_memory(result)
-    if args.write_result is not None:
-        with open(args.write_result, "a") as f:
-            f.write(json.dumps(result) + "\n")
+    report_run(result_line(model, args, samples, compile_s), args.write_result)
     if args.profile is not None and not ended:
         profile_generation(args.profile, model, prompt, args, sampling, steps)
     return 130 if ended == "interrupted" else 0

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -92,7 +91,8 @@ def read_gguf(path: Path) -> GGUFFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return GGUFFile(path, *_parse(_Reader(data)))
     except (struct.error, LookupError, TypeError, ValueError, OverflowError, RecursionError) as e:
-        raise ValueError(f"{path}: damaged, or no GGUF file ({_one_line(e)}); download it again") from None
+        why = "a type is unknown" if isinstance(e, LookupError) else _one_line(e)
+        raise ValueError(f"{path}: damaged, or no GGUF file ({why}); download it again") from None
 
 
 def _one_line(e: Exception) -> str:
@@ -124,6 +124,7 @@ def _parse(r: _Reader) -> tuple[dict, dict[str, Stored]]:
 
 
 def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int, offset: int) -> Stored:
+    gguf = _library()
     kind = gguf.GGMLQuantizationType(number)
     if kind.name not in (*PLAIN, *QUANTIZED):
         raise ValueError(f"tensor {name} is of type {kind.name}; read are {', '.join([*PLAIN, *QUANTIZED])}")
@@ -143,8 +144,17 @@ def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int
     return Stored(shape, torch.float32, lambda a, b: _dequantized(packed[a:b], kind, shape[1:]), False)
 
 
-def _dequantized(packed: np.ndarray, kind: gguf.GGMLQuantizationType, row: tuple[int, ...]) -> Tensor:
-    result = torch.empty(len(packed), *row)
+def _library():
+    """The gguf package, imported where a GGUF file is read: nothing else needs it."""
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("reading a GGUF file needs the package gguf: pip install gguf") from None
+    return gguf
+
+
+def _dequantized(packed: np.ndarray, kind: int, row: tuple[int, ...]) -> Tensor:
+    gguf, result = _library(), torch.empty(len(packed), *row)
     step = max(DEQUANTIZE_BYTES // (4 * math.prod(row)), 1)
     with np.errstate(all="ignore"):  # a damaged scale may be inf: that is the file's affair, and no warning's
         for at in range(0, len(packed), step):
@@ -187,7 +197,7 @@ def model_args(file: GGUFFile, name: str) -> ModelArgs:
     for key, value in file.metadata.items():
         short = key.removeprefix("llama.")
         if short != key and short not in KEYS and not (short in OFF and np.array_equal(value, OFF[short])):
-            raise ValueError(f"{file.path}: has {key}, which is not supported")
+            raise ValueError(f"{file.path}: has {key[:100]}, which is not supported")
     n_head, dim = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", dim // n_head if n_head else 0)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -261,12 +271,13 @@ def tokenizer_files(metadata: dict, where: str = "GGUF") -> dict[str, dict]:
 
 def _tokenizer_files(metadata: dict, pre: str) -> dict[str, dict]:
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"].tolist()
-    special = {gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL}
+    unknown, control, user_defined = 2, 3, 4  # llama.cpp's numbers of token types
+    special = {unknown, control}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": id, "content": token} | flags | {"special": type in special}
         for id, (token, type) in enumerate(zip(tokens, types, strict=True))
-        if type in special | {gguf.TokenType.USER_DEFINED}
+        if type in special | {user_defined}
     ]
     bos_id, eos_id = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     bos, eos = (None if id is None else tokens[id] for id in (bos_id, eos_id))

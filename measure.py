@@ -1,5 +1,6 @@
 """What a run measured: samples and their rates, peak memory, the result line. GB = 1e9 bytes everywhere."""
 
+import json
 import platform
 import resource
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from attention import BLOCK
 from model import Transformer
 
 
@@ -134,10 +136,25 @@ def report_sample(number: int, s: Sample) -> None:
     )
 
 
-def report_memory(r: dict) -> None:
+def report_run(r: dict, path: str | None) -> None:
+    """The mean of several samples, and memory; the result line into a file. A line that cannot be written goes to stderr."""
+    if r["num_samples"] > 1:
+        spread = f" (standard deviation {r['decode_tok_s_sd']:.1f})" if r["decode_tok_s_sd"] is not None else ""
+        say(
+            f"mean of {r['num_samples']} samples: first token after {amount(r['ttft_s'], 's', 3)}, prefill "
+            f"{amount(r['prefill_tok_s'], 'tok/s')}, decode {amount(r['decode_tok_s'], 'tok/s')}{spread}"
+        )
     kind = r["kv_cache_quantization"] or "plain"
     source = {"cuda": "reserved on the card", "rss": "resident in the process"}[r["peak_memory_source"]]
     say(
-        f"memory: model {r['model_gb']:.3f} GB, {kind} KV cache of {r['cache_size']} slots {r['kv_cache_gb']:.3f} GB, "
-        f"peak {r['peak_memory_gb']:.3f} GB {source} (GB = 1e9 bytes)"
+        f"memory: model {r['model_gb']:.3f} GB, {kind} KV cache {r['kv_cache_gb']:.3f} GB for {r['cache_size']} slots "
+        f"(in blocks of {BLOCK}), peak {r['peak_memory_gb']:.3f} GB {source} (GB = 1e9 bytes)"
     )
+    if path is None:
+        return
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(r) + "\n")
+    except OSError as e:
+        say(json.dumps(r))
+        raise OSError(f"--write_result {path}: {e.strerror}; the line stands above") from None

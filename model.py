@@ -68,6 +68,8 @@ class ModelArgs:
             value = getattr(self, key)
             if type(value) is not int or not 0 < value < 2**31:
                 raise ValueError(f"model configuration: {key} is {value!r}, not a positive whole number")
+        if type(self.tie_word_embeddings) is not bool:
+            raise ValueError(f"model configuration: tie_word_embeddings is {self.tie_word_embeddings!r}, not true or false")
         for key in ("rope_base", "norm_eps"):
             _check_positive(key, getattr(self, key))
         if self.n_head % self.n_local_heads:
@@ -271,14 +273,14 @@ def causal_triangle() -> Tensor:
 
 class Linear(nn.Module):
     """x @ weight.T for each tile; weight [out, in]. A weight scheme puts another module with the same `forward` in its
-    place; `scratch_bytes` says how much of `shared.weight_scratch` that needs."""
+    place; `buffer_sizes` says how many values of `shared.weight_buffer` and bytes of `shared.weight_scratch` that needs."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        return 0
+    def buffer_sizes(self, dtype: torch.dtype) -> tuple[int, int]:
+        return 0, 0
 
     def forward(self, xs: list[Tensor], call: "Call") -> list[Tensor]:
         return [F.linear(x, self.weight) for x in xs]
@@ -379,7 +381,7 @@ class Shared(nn.Module):
     """Buffers that all layers use: the RoPE table, the operator's constants and scratch, scratch for weights that are kept
     in another form, and the square mask if wanted."""
 
-    def __init__(self, args: ModelArgs, B: int, cache_size: int, kind: str, linear: bool, weight_bytes: int, dtype, device):
+    def __init__(self, args: ModelArgs, B: int, cache_size: int, kind: str, linear: bool, sizes, dtype, device):
         super().__init__()
         self.kind, self.cache_size = kind, cache_size
         mask = None
@@ -391,12 +393,13 @@ class Shared(nn.Module):
         self.names = [f"constant{i}" for i in range(len(constants))]
         for name, constant in zip(self.names, constants, strict=True):
             self.register_buffer(name, constant.to(device), persistent=False)
-        sizes = {
-            "scratch": scratch_bytes(B, args.n_head, args.n_local_heads, args.head_dim, dtype),
-            "weight_scratch": weight_bytes,
+        needed = {
+            "scratch": (scratch_bytes(B, args.n_head, args.n_local_heads, args.head_dim, dtype), torch.uint8),
+            "weight_buffer": (sizes[0], dtype),
+            "weight_scratch": (sizes[1], torch.uint8),
         }
-        for name, size in sizes.items():
-            self.register_buffer(name, torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
+        for name, (size, kind_of) in needed.items():
+            self.register_buffer(name, torch.empty(size, dtype=kind_of, device=device), persistent=False)
 
     @property
     def constants(self) -> list[Tensor]:
@@ -429,8 +432,8 @@ class Transformer(nn.Module):
         for layer in self.layers:
             layer.attention.kv_cache = None
         a, dtype, device = self.args, self.norm.weight.dtype, self.norm.weight.device
-        weight_bytes = max(m.scratch_bytes(dtype) for m in self.modules() if hasattr(m, "scratch_bytes"))
-        self.shared = Shared(a, batch_size, cache_size, kind, linear_causal_mask, weight_bytes, dtype, device)
+        sizes = [max(s) for s in zip(*(m.buffer_sizes(dtype) for m in self.modules() if hasattr(m, "buffer_sizes")))]
+        self.shared = Shared(a, batch_size, cache_size, kind, linear_causal_mask, sizes, dtype, device)
         for layer in self.layers:
             layer.attention.kv_cache = KVCache(kind, batch_size, a.n_local_heads, cache_size, a.head_dim, dtype, device)
 

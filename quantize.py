@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from attention import round_up
 from checkpoint import Checkpoint, empty_model, load_weights, open_checkpoint, write_checkpoint
 from cli import Parser, run, whole_folder, write_tokenizer
 from model import Call, Embedding, Linear, Transformer
@@ -45,10 +46,8 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(rows: Tensor, groupsize: int) -> tuple[Tensor, Tensor, Tensor]:
     """rows [n, in] -> codes uint8 [n, in/2], scales and minima float16 [n, in/groupsize]. Scale and minimum are rounded
     first and codes chosen for the rounded ones, so weights that lie on a 4-bit grid come back as they were."""
-    groups = rows.float().unflatten(-1, (-1, groupsize))
+    groups = rows.float().clamp(-65504, 65504).unflatten(-1, (-1, groupsize))  # what a float16 minimum can hold
     low, high = groups.amin(-1), groups.amax(-1)
-    if max(high.max(), -low.min()) > 65504:
-        raise ValueError("int4wo: a weight beyond 65504 does not fit the float16 minimum")
     scales, minima = ((high - low) / 15).half(), low.half()
     divisor = torch.where(scales == 0, 1, scales.float())
     codes = ((groups - minima.float()[..., None]) / divisor[..., None]).round_().clamp_(0, 15)
@@ -62,21 +61,16 @@ def nibble_table() -> Tensor:
     return torch.stack([byte >> 4, byte & 15], 1).float()
 
 
-def round_to_64(n: int) -> int:
-    return -(-n // 64) * 64
-
-
-def expand_int4(codes: Tensor, scales: Tensor, minima: Tensor, table: Tensor, scratch: Tensor, dtype: torch.dtype) -> None:
-    """Write codes * scales + minima as [n, in] of dtype to the start of scratch (flat uint8), a few rows at a time. What
-    follows there serves for the bytes as indices and the values in float32, so nothing else is allocated."""
+def expand_int4(codes: Tensor, scales: Tensor, minima: Tensor, table: Tensor, scratch: Tensor, out: Tensor) -> None:
+    """codes * scales + minima into the start of out (flat, of any float dtype), a few rows at a time. scratch (flat uint8)
+    holds the bytes as indices and the values in float32, so nothing is allocated."""
     n, half = codes.shape
     step = max(1, CHUNK // (2 * half))
-    out = scratch[: n * 2 * half * dtype.itemsize].view(dtype).view(n, 2 * half)
-    free = scratch[round_to_64(out.nbytes) :]
+    out = out[: n * 2 * half].view(n, 2 * half)
     for start in range(0, n, step):
         rows = codes[start : start + step]
-        index = free[: rows.numel() * 4].view(torch.int32)
-        values = free[round_to_64(step * half * 4) :][: rows.numel() * 8].view(torch.float32).view(-1, 2)
+        index = scratch[: rows.numel() * 4].view(torch.int32)
+        values = scratch[round_up(step * half * 4, 64) :][: rows.numel() * 8].view(torch.float32).view(-1, 2)
         index.copy_(rows.reshape(-1))
         torch.index_select(table, 0, index, out=values)
         groups = values.view(len(rows), scales.shape[1], -1)
@@ -86,20 +80,21 @@ def expand_int4(codes: Tensor, scales: Tensor, minima: Tensor, table: Tensor, sc
 
 def expand_int4_scratch_bytes(in_features: int) -> int:
     step = max(1, CHUNK // in_features)
-    return round_to_64(step * in_features * 2) + round_to_64(step * in_features * 4)
+    return round_up(step * in_features * 2, 64) + round_up(step * in_features * 4, 64)
 
 
-def expand_int8(codes: Tensor, scratch: Tensor, dtype: torch.dtype) -> None:
-    """Write the codes [n, in] as dtype to the start of scratch (flat uint8)."""
-    scratch[: codes.numel() * dtype.itemsize].view(dtype).view(codes.shape).copy_(codes)
+def expand_int8(codes: Tensor, out: Tensor) -> None:
+    """The codes [n, in] into the start of out (flat, of any float dtype)."""
+    out[: codes.numel()].view(codes.shape).copy_(codes)
 
 
-# Operators, so that torch.compile sees one write to the scratch and makes no copies of it.
+# Operators, so that torch.compile sees one write to the buffer. It has the model's dtype: read through a view of another
+# one (uint8 as bfloat16), Inductor of torch 2.13 loses sight of it, and multiplies with the next layer's weight.
 _library = torch.library.Library("llama_weights", "DEF")
 _library.define(
-    "expand_int4(Tensor codes, Tensor scales, Tensor minima, Tensor table, Tensor(a!) scratch, ScalarType dtype) -> ()"
+    "expand_int4(Tensor codes, Tensor scales, Tensor minima, Tensor table, Tensor(a!) scratch, Tensor(b!) out) -> ()"
 )
-_library.define("expand_int8(Tensor codes, Tensor(a!) scratch, ScalarType dtype) -> ()")
+_library.define("expand_int8(Tensor codes, Tensor(a!) out) -> ()")
 _library.impl("expand_int4", expand_int4, "CompositeExplicitAutograd")
 _library.impl("expand_int8", expand_int8, "CompositeExplicitAutograd")
 torch.library.register_fake("llama_weights::expand_int4", lambda *args: None, lib=_library)
@@ -122,24 +117,23 @@ class QuantizedLinear(nn.Module):
         """Rows that are expanded and multiplied at a time."""
         return min(self.shape[0], max(1, BLOCK_BYTES // (self.shape[1] * dtype.itemsize)))
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        return round_to_64(self.block_rows(dtype) * self.shape[1] * dtype.itemsize)
+    def buffer_sizes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Values of `shared.weight_buffer` and bytes of `shared.weight_scratch` that `forward` needs."""
+        return self.block_rows(dtype) * self.shape[1], 0
 
     def forward(self, xs: list[Tensor], call: Call) -> list[Tensor]:
         if call.decode and self.packed:
             return [self.multiply_packed(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) for x in xs]
-        dtype, step = xs[0].dtype, self.block_rows(xs[0].dtype)
-        parts = []
+        step, parts = self.block_rows(xs[0].dtype), []
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
-            scratch = call.shared.weight_scratch
-            self.expand(start, stop, scratch, dtype)
-            weight = scratch[: (stop - start) * self.shape[1] * dtype.itemsize].view(dtype).view(-1, self.shape[1])
+            self.expand(start, stop, call)
+            weight = call.shared.weight_buffer[: (stop - start) * self.shape[1]].view(-1, self.shape[1])
             parts.append([self.scale_outputs(F.linear(x, weight), start, stop) for x in xs])
         return parts[0] if len(parts) == 1 else [torch.cat(blocks, -1) for blocks in zip(*parts, strict=True)]
 
-    def expand(self, start: int, stop: int, scratch: Tensor, dtype: torch.dtype) -> None:
-        """Write rows start..stop-1 as [n, in] of dtype to the start of scratch."""
+    def expand(self, start: int, stop: int, call: Call) -> None:
+        """Write rows start..stop-1 to the start of `shared.weight_buffer`."""
         raise NotImplementedError
 
     def multiply_packed(self, x: Tensor) -> Tensor:
@@ -174,8 +168,8 @@ class Int8Linear(QuantizedLinear):
     def multiply_packed(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.packed_scales)
 
-    def expand(self, start: int, stop: int, scratch: Tensor, dtype: torch.dtype) -> None:
-        torch.ops.llama_weights.expand_int8(self.codes[start:stop], scratch, dtype)
+    def expand(self, start: int, stop: int, call: Call) -> None:
+        torch.ops.llama_weights.expand_int8(self.codes[start:stop], call.shared.weight_buffer)
 
     def scale_outputs(self, y: Tensor, start: int, stop: int) -> Tensor:
         return y.mul_(self.scales[start:stop])
@@ -222,12 +216,13 @@ class Int4Linear(QuantizedLinear):
             x.contiguous(), self.packed_weight, self.groupsize, self.packed_scales
         )
 
-    def scratch_bytes(self, dtype):
-        return super().scratch_bytes(dtype) + expand_int4_scratch_bytes(self.shape[1])
+    def buffer_sizes(self, dtype):
+        return super().buffer_sizes(dtype)[0], expand_int4_scratch_bytes(self.shape[1])
 
-    def expand(self, start: int, stop: int, scratch: Tensor, dtype: torch.dtype) -> None:
+    def expand(self, start: int, stop: int, call: Call) -> None:
+        rows, shared = slice(start, stop), call.shared
         torch.ops.llama_weights.expand_int4(
-            self.codes[start:stop], self.scales[start:stop], self.minima[start:stop], self.table, scratch, dtype
+            self.codes[rows], self.scales[rows], self.minima[rows], self.table, shared.weight_scratch, shared.weight_buffer
         )
 
 

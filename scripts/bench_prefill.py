@@ -21,7 +21,7 @@ from generate import Sampling, Steps, generate, prefill
 from measure import commit, device_name
 from model import Call, Transformer
 
-CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints/SmolLM2-135M-Instruct"
 
 
 def untiled(model: Transformer, prompt: torch.Tensor) -> torch.Tensor:

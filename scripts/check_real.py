@@ -23,7 +23,7 @@ from model import Transformer
 from quantize import load_model
 from tokenizer import load_tokenizer
 
-CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints/SmolLM2-135M-Instruct"
 CPU, SCHEMES = torch.device("cpu"), ("int8wo", "int4wo-32")
 CHUNKS = (64, 73, 128, 256, 300, 892, 1024)
 T, NEW = 892, 16

@@ -28,7 +28,7 @@ from model import Transformer, prefill_plan
 from quantize import QUANTIZERS, load_model
 from tokenizer import load_tokenizer
 
-CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints/SmolLM2-135M-Instruct"
 CPU, F32 = torch.device("cpu"), torch.float32
 PROMPTS = (
     "Once upon a time",

@@ -5,4 +5,6 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 bash scripts/fetch_default_model.sh
-exec "$PY" generate.py --chat --temperature 0 --prompt "${1-What is the capital of France?}" "${@:2}"
+root=$PWD
+cd -- "$OLDPWD" # paths among the flags are meant from where the user stands
+exec "$root/$PY" "$root/generate.py" --chat --temperature 0 --prompt="${1-What is the capital of France?}" "${@:2}"

@@ -383,7 +383,7 @@ def test_square_mask_equals_linear(kind, turn, B, dtype):
 
 def test_square_mask_of_positions_5_and_6():
     """pytorch#144858: SDPA's is_causal aligns at the top left: position 5 saw slot 0 alone."""
-    shared = Shared(ModelArgs.from_name("tiny"), 1, 8, "plain", False, 0, F32, "cpu")
+    shared = Shared(ModelArgs.from_name("tiny"), 1, 8, "plain", False, (0, 0), F32, "cpu")
     for pos, rows in (([5, 0, 2], slice(0, 2)), ([0, 5, 7], slice(5, 7))):
         seen = shared.mask_rows(torch.tensor(pos), 32)
         assert ["".join(map(str, row.int().tolist())) for row in seen[rows]] == ["11111100", "11111110"]

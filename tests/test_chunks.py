@@ -1,4 +1,4 @@
-"""The chunk size, the state of the caches and earlier runs never change a result, to the bit (cases 1, 2, 4, 12-14, 16)."""
+"""The chunk size, the state of the caches and earlier runs never change a result, to the bit."""
 
 import itertools
 import subprocess
@@ -129,7 +129,7 @@ def test_a_fresh_process_gives_the_same_text(tiny_checkpoint):
 
 
 def test_a_second_setup_takes_effect_and_frees_the_first():
-    """Case 14: setup_caches returned early, and kept the old size, kind and mask."""
+    """setup_caches returned early, and kept the old size, kind and mask."""
     model = make_model("tiny")
     model.setup_caches(1, 300, "plain", False)
     assert model.shared.mask.shape == (300, 300)

@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no recompiles, the same promises as eager (cases 5, 13, 41, 42)."""
+"""torch.compile: one graph, no recompiles, the same promises as eager."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_b_a_compiled():
 
 
 def test_a_new_configuration_after_compiling_takes_effect():
-    """Case 14 with --compile: another kind, mask and size on the same compiled steps."""
+    """Another kind, mask and size on the same compiled steps."""
     model, steps = make_model(), compile_steps(CPU, decode=True, tiles=False)
     for kind, linear, size in (("plain", True, 64), ("int8", True, 64), ("int8", False, 50), ("plain", True, 64)):
         model.setup_caches(1, size, kind, linear)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attention import KV_CACHES
-from checkpoint import load_model, random_model
+from checkpoint import load_model, open_checkpoint, random_model
 from generate import Sampling, Steps, generate, run_tiles
 from memory import simulated_cuda
 from model import ModelArgs
@@ -52,9 +52,7 @@ def test_simulated_indexing_equals_indexing():
 
 def test_loading_moves_tensor_by_tensor(tiny_checkpoint):
     """Loading on a simulated card needs no data: the reader's entries carry shape and dtype without reading."""
-    from checkpoint import read_entries
-
-    entries = {e.name: (e.shape, e.dtype) for e in read_entries(tiny_checkpoint)}
+    entries = {e.name: (e.shape, e.dtype) for e in open_checkpoint(tiny_checkpoint).entries()}
     model = load_model(tiny_checkpoint, torch.device("cpu"), torch.float32)
     assert entries == {n: (tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
     assert not [n for n, p in model.named_parameters() if p.is_meta]

@@ -169,7 +169,7 @@ def test_mixed_dtypes_and_old_tables(tmp_path, expected):
 # --- GGUF ---
 
 
-@pytest.mark.parametrize("kind, most", [("F16", 0.01), ("BF16", 0.1), ("Q8_0", 0.1), ("Q5_1", 0.5), ("Q4_1", 1), ("Q4_0", 1)])
+@pytest.mark.parametrize("kind, most", [("F16", 0.01), ("BF16", 0.1), ("Q8_0", 0.1), ("Q5_1", 0.5), ("Q4_0", 1)])
 def test_gguf_within_its_rounding(tmp_path, kind, most, expected):
     path = fuzz.write_gguf(tmp_path / "m", TINY, expected[0], kind=kind)
     got = logits(loaded(path))
@@ -468,7 +468,7 @@ def test_all_is_checked_before_anything_is_read(tmp_path, expected, monkeypatch)
 
     entries = [dataclasses.replace(e, blocks=unreadable, view=None) for e in opened.entries()]
     other = dataclasses.replace(entries[0], name="x.weight")
-    for wrong, word in ((entries[:-1], "missing"), ([*entries, entries[0]], "twice"), ([*entries, other], "x.weight does not")):
+    for wrong, word in ((entries[:-1], "missing"), ([*entries, entries[0]], "twice"), ([*entries, other], "not belong")):
         with pytest.raises(ValueError, match=word):
             load_weights(model, dataclasses.replace(opened, entries=lambda wrong=wrong: iter(wrong)), CPU, F32)
 
@@ -506,7 +506,7 @@ def test_layers_that_take_rows(tmp_path, expected, monkeypatch):
     load_weights(again, found, CPU, torch.bfloat16)
     assert torch.equal(again.layers[1].attention.wqkv.codes, taker.codes)
     # not into a model that keeps floats there, and not with more layers than there are
-    with pytest.raises(ValueError, match=r"wqkv\.codes does not belong"):
+    with pytest.raises(ValueError, match=r"wqkv\.codes. does not belong"):
         load_weights(empty_model(TINY)[0], found, CPU, F32)
     edit(tmp_path / "q" / "config.json", n_layer=2**31 - 1)
     refused(tmp_path / "q", "2147483647 layers")

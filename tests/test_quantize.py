@@ -27,7 +27,9 @@ class Scratch:
     """What a layer asks of `Shared`."""
 
     def __init__(self, layer, dtype):
-        self.weight_scratch = torch.full((layer.scratch_bytes(dtype),), 255, dtype=torch.uint8)
+        values, scratch = layer.buffer_sizes(dtype)
+        self.weight_buffer = torch.full((values,), float("nan"), dtype=dtype)
+        self.weight_scratch = torch.full((scratch,), 255, dtype=torch.uint8)
 
 
 def dequantized(layer) -> torch.Tensor:
@@ -95,9 +97,9 @@ def test_int8_is_within_half_a_step(seed, log_scale):
     assert (error <= scales.double()[:, None] * 0.501 + 1e-40).all()
 
 
-def test_a_weight_that_float16_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match="65504"):
-        quantize_int4(torch.tensor([[7e4] * 32]), 32)
+def test_a_weight_that_float16_cannot_hold_becomes_the_largest_that_it_can():
+    _, scales, minima = quantize_int4(torch.tensor([[7e4] * 16 + [-7e4] * 16]), 32)
+    assert minima.item() == -65504 and scales.isfinite().all()
 
 
 # --- how it is multiplied ---
@@ -129,14 +131,15 @@ def test_layers_equal_the_dequantized_reference(N, K, scheme, dtype, monkeypatch
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
 def test_expanding_allocates_nothing_and_passes_opcheck(dtype):
     layer = layer_of("int4wo-64", torch.randn(1500, 2048), dtype)
-    args = (layer.codes, layer.scales, layer.minima, layer.table, Scratch(layer, dtype).weight_scratch, dtype)
+    s = Scratch(layer, dtype)
+    args = (layer.codes, layer.scales, layer.minima, layer.table, s.weight_scratch, s.weight_buffer)
     torch.ops.llama_weights.expand_int4(*args)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
         torch.ops.llama_weights.expand_int4(*args)
     assert sum(max(e.self_cpu_memory_usage, 0) for e in p.events()) < 2**20
     torch.library.opcheck(torch.ops.llama_weights.expand_int4.default, args, test_utils=("test_schema", "test_faketensor"))
     small = layer_of("int8wo", torch.randn(8, 16), dtype)
-    args = (small.codes, Scratch(small, dtype).weight_scratch, dtype)
+    args = (small.codes, Scratch(small, dtype).weight_buffer)
     torch.library.opcheck(torch.ops.llama_weights.expand_int8.default, args)
 
 
@@ -170,7 +173,7 @@ def test_quantized_models_equal_float_models_of_the_same_weights(name, scheme, k
     for key, value in twin.state_dict().items():
         layer = model.get_submodule(key.removesuffix(".weight"))
         weights[key] = dequantized(layer).float() if isinstance(layer, quantize.QuantizedLinear) else value
-    assert sum(not torch.equal(weights[k], v) for k, v in twin.state_dict().items()) >= 8 + (not keep_head)
+    assert sum(not torch.equal(weights[k], v) for k, v in twin.state_dict().items()) >= 10 + (not keep_head)
     twin.load_state_dict(weights)
     for m in (model, twin):
         m.setup_caches(1, 64)
@@ -188,12 +191,14 @@ def test_chunks_change_no_bit_with_weight_schemes(scheme, kind, dtype):
     model.setup_caches(1, 160, kind)
     one_shot = run_all(model, random_prompt(150), 150)
     model.shared.weight_scratch.fill_(255)
+    model.shared.weight_buffer.fill_(float("nan"))
     for chunk in (1, 17, 73, 64):
         assert equal(run_all(model, random_prompt(150), chunk), one_shot), chunk
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_decode_and_prefill_with_weight_schemes(scheme):
+    """Inductor multiplied with the next layer's weight while the buffer was read through a view of another dtype."""
     torch.compiler.reset()
     model = quantized_model(scheme, BF16)
     model.setup_caches(1, 128, "int8")
@@ -220,7 +225,7 @@ def test_every_scheme_runs_on_fake_cuda(scheme, kind, linear):
         model.setup_caches(2, 300, kind, linear)
         tokens = list(generate(model, torch.zeros(2, 280, dtype=torch.int64), 3, Sampling(), 73, Steps()))
         assert all(t.device == cuda and t.shape == (2, 1) for t in tokens)
-    assert "8 linear layers" in note
+    assert "10 linear layers" in note
     assert not [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device != cuda]
 
 
@@ -283,7 +288,7 @@ def test_a_layer_that_cannot_be_quantized_is_reported_and_none_at_all_is_refused
     """torchchat#522, #1362: a silent skip."""
     model, _ = empty_model(ModelArgs.from_name("SmolLM2-135M"))
     note = swap_layers(model, "int4wo-128", False)
-    assert "30 linear layers quantized" in note and "90 left in float: in_features 576 is no multiple of 128" in note
+    assert "30 linear layers quantized" in note and "120 left in float: in_features 576 is no multiple of 128" in note
     model, _ = empty_model(ModelArgs.from_name("tiny-odd"))
     with pytest.raises(ValueError, match="no linear layer can be quantized"):
         swap_layers(model, "int4wo-256", False)

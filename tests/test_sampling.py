@@ -21,6 +21,12 @@ def test_top_k_keeps_k(k):
     assert probs.argmax() == 4
 
 
+def test_top_k_1_is_greedy_among_equals():
+    """In bfloat16 the largest two logits are often equal, and both were kept."""
+    probs = logits_to_probs(torch.tensor([[1.0, 5.0, 5.0, 5.0]], dtype=torch.bfloat16), Sampling(1.0, 1))
+    assert (probs > 0).sum() == 1
+
+
 @pytest.mark.parametrize("p, kept", ((1.0, 5), (0.98, 4), (0.7, 2), (0.1, 1), (1e-9, 1)))
 def test_top_p_keeps_the_most_probable_until_their_sum_reaches_p(p, kept):
     # softmax of 3, 2, 1, 0, -1: 0.636, 0.234, 0.086, 0.032, 0.012
