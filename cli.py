@@ -5,9 +5,10 @@ import argparse
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tokenizer import SETTINGS_FILES, TOKENIZERS
@@ -59,6 +60,8 @@ def check_writable(flag: str, path: str | None) -> None:
         return
     try:
         new = not os.path.exists(path)
+        if not new and stat.S_ISFIFO(os.stat(path).st_mode):
+            raise ValueError(f"{flag} {path}: a pipe, which would wait for a reader; name a file")
         with open(path, "a"):
             pass
         if new:  # a run that fails leaves no empty file behind
@@ -82,7 +85,8 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: 
     except ValueError as e:
         parser.error(str(e))
     except OSError as e:
-        print(f"{Path(parser.prog).name}: {e}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"{Path(parser.prog).name}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

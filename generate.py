@@ -55,7 +55,7 @@ def logits_to_probs(logits: Tensor, s: Sampling) -> Tensor:
 def sample(logits: Tensor, s: Sampling) -> Tensor:
     """[B, V] -> [B, 1] int64. The largest of probability / Exp(1) noise is a draw from the distribution, without the wait
     for the device that torch.multinomial takes."""
-    if s.temperature == 0:
+    if s.temperature < 1e-30:  # 0, or what float32 cannot divide by
         return logits.argmax(-1, keepdim=True)
     probs = logits_to_probs(logits, s)
     noise = torch.empty_like(probs).exponential_().clamp_(min=1e-30)
@@ -204,12 +204,14 @@ def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, st
         if args.max_new_tokens == 0:
             synchronize(device)
             result.ttft_s = time.perf_counter() - begin
-        printer.finish(result.rows)
     except KeyboardInterrupt:
         result.ended = "interrupted"
-        printer.finish(result.rows)
     except BrokenPipeError:  # whoever read our text has gone (`| head`): stop, but still report
         result.ended = "stdout closed"
+    try:
+        printer.finish(result.rows)
+    except BrokenPipeError:  # after Ctrl-C in a pipeline too: the signal goes to all of it
+        result.ended = result.ended or "stdout closed"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
     return result
 
@@ -241,6 +243,9 @@ def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps:
     if args.compile_prefill:
         lengths.add(min(T, PREFILL_ROWS))
     for length in lengths:
+        logits = steps.prefill(model, prompt[:, :length], length)
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite: damaged weights, or numbers too large for --precision")
         for _ in generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps):
             pass
     synchronize(model.norm.weight.device)
@@ -344,8 +349,12 @@ def prompt_ids(args, model_args: ModelArgs, tokenizer: Tokenizer | None) -> list
     if args.prompt_tokens is not None and args.chat:
         raise ValueError("--prompt_tokens and --chat do not go together")
     if tokenizer is None or args.prompt_tokens is not None:
+        if (args.prompt_tokens or 0) > model_args.block_size:  # before so many are made
+            limit = f"the model's context is {model_args.block_size} (block_size)"
+            raise ValueError(f"--prompt_tokens {args.prompt_tokens}: {limit}")
         usable = torch.tensor(tokenizer.text_ids() if tokenizer else range(model_args.vocab_size))
         generator = torch.Generator().manual_seed(0)
+        usable = usable[usable < model_args.vocab_size]
         return usable[torch.randint(len(usable), (args.prompt_tokens or 6,), generator=generator)].tolist()
     text = read_prompt(args)
     if args.chat:
@@ -390,8 +399,11 @@ def check_memory(args, model_args: ModelArgs, device: torch.device) -> None:
         swap_layers(model, args.quantization, args.keep_head)
     model.to(PRECISIONS[args.precision])
     weights = model.weight_bytes() if args.random_weights else 0
-    with torch.device("meta"):
-        model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    try:
+        with torch.device("meta"):
+            model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    except (RuntimeError, OverflowError):  # more bytes than a number of bytes can say
+        raise ValueError(f"{args.batch_size} x {args.cache_size} slots are too many: use a smaller --cache_size") from None
     caches = sum(b.nbytes for m in (model.shared, *(x.attention.kv_cache for x in model.layers)) for b in m.buffers())
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

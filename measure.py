@@ -7,6 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -53,6 +54,11 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
     """Peak bytes so far and their source: what torch reserved on the card, or the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device), "cuda"
+    try:  # not ru_maxrss on Linux: it starts with the parent's peak
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024, "rss"
+    except (OSError, IndexError):
+        pass
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "rss"
 
@@ -121,7 +127,9 @@ def result_line(model: Transformer, args, samples: list[Sample], compile_s: floa
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A line on stderr. Where nobody reads it any more (`2>&1 | head`), the run goes on and its result is written."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def amount(value: float | None, unit: str, digits: int = 1) -> str:

@@ -34,7 +34,7 @@ class RopeScaling:
 
 
 def _check_positive(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise ValueError(f"model configuration: {name} is {value!r}, not a positive number")
 
 

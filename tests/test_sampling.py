@@ -45,7 +45,7 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("temperature", (0.0, 1e-8, 1e-3))
+@pytest.mark.parametrize("temperature", (0.0, 1e-50, 1e-40, 1e-8, 1e-3))
 def test_temperature_zero_in_every_dtype(dtype, temperature):
     """torchchat#259: logits / 1e-5 overflowed in float16, and every probability was NaN."""
     logits = torch.full((2, 512), -60000.0, dtype=dtype)
