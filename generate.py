@@ -263,8 +263,8 @@ def build_parser() -> Parser:
     p = Parser("generate.py", description=__doc__.splitlines()[0])
     add = p.add_argument
     source = p.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint_path", default=DEFAULT_CHECKPOINT, metavar="PATH", help="a checkpoint's folder, or a "
-                        "file in it (default: %(default)s, made by scripts/quickstart.sh)")
+    source.add_argument("--checkpoint_path", default=DEFAULT_CHECKPOINT, metavar="PATH", help="a Hugging Face or "
+                        "Meta folder, a model.pth, a .gguf file, or our own format (default: %(default)s)")
     source.add_argument("--random_weights", choices=transformer_configs, metavar="NAME", help="no checkpoint: a known "
                         "configuration with random weights; prints token ids. One of: " + ", ".join(transformer_configs))
     text = p.add_mutually_exclusive_group()

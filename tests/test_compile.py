@@ -34,6 +34,15 @@ def test_nothing_is_compiled_unless_asked(monkeypatch):
     assert graphs() == 0
 
 
+def test_tokens_do_not_alias_the_output_of_a_graph():
+    """gpt-fast#232: a CUDA graph writes every step's token to the same memory; whoever kept one saw it change."""
+    model, static = make_model(), torch.zeros(1, 1, dtype=torch.int64)
+    model.setup_caches(1, 64)
+    steps = generate.Steps(decode=lambda model, token, pos, sampling: static.add_(1))
+    tokens = list(generate.generate(model, random_prompt(5), 4, generate.Sampling(0), 512, steps))
+    assert [t.item() for t in tokens[1:]] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", KV_CACHES)
 def test_decode_is_one_graph_for_200_steps_and_20_prompt_lengths(kind):
     """torchtune#1663, gpt-fast#81: a recompile per position, or per prompt length."""
