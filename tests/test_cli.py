@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, status_of, write_tiny
+from conftest import ROOT, needs_inductor, status_of, write_tiny
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -227,6 +227,14 @@ def test_cuda_without_cuda(capsys):
     check_error(*run(capsys, "--random_weights", "tiny", "--device", "cuda"), ["--device cpu"])
 
 
+def test_compiling_where_it_cannot_work_is_refused(capsys, monkeypatch):
+    """Inductor fails late, in hundreds of lines."""
+    monkeypatch.setattr(torch, "__file__", "/a folder/torch/__init__.py")
+    check_error(*run(capsys, *TINY, "--compile"), ["a path with a space"])
+    monkeypatch.setattr(generate.shutil, "which", lambda name: None)
+    check_error(*run(capsys, *TINY, "--compile_prefill"), ["C++ compiler"])
+
+
 def test_system_needs_chat_and_ids_are_no_chat(capsys, tiny):
     check_error(*run(capsys, *tiny, "--system", "x"), ["--chat"])
     check_error(*run(capsys, *tiny, "--chat", "--prompt_tokens", 3), ["--prompt_tokens", "--chat"])
@@ -411,6 +419,7 @@ def test_no_future_warnings():
     assert got.returncode == 0, got.stderr
 
 
+@needs_inductor
 def test_the_ancestors_command_line_runs_unchanged(capsys, tmp_path, monkeypatch):
     """A bare model.pth and a tokenizer.model in a folder named like a known model; every flag as its users typed it."""
     folder = write_tiny(tmp_path / "someone" / "Meta-tiny-Instruct")

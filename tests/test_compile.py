@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import equal, greedy, make_model, random_prompt, run_all, spoil, stored
+from conftest import equal, greedy, make_model, needs_inductor, random_prompt, run_all, spoil, stored
 from torch._dynamo.utils import counters
 
 import generate
 from attention import KV_CACHES, TILE_HEIGHTS
 from generate import compile_steps, prefill
 
-CPU = torch.device("cpu")
+CPU, pytestmark = torch.device("cpu"), needs_inductor
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SMOLLM2, equal, greedy, make_model, random_prompt, run_all, spoil, stored, write_tiny
+from conftest import SMOLLM2, equal, greedy, make_model, needs_inductor, random_prompt, run_all, spoil, stored, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -196,6 +196,7 @@ def test_chunks_change_no_bit_with_weight_schemes(scheme, kind, dtype):
         assert equal(run_all(model, random_prompt(150), chunk), one_shot), chunk
 
 
+@needs_inductor
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_decode_and_prefill_with_weight_schemes(scheme):
     """Inductor multiplied with the next layer's weight while the buffer was read through a view of another dtype."""
