@@ -156,7 +156,6 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("scales", torch.empty(out_features, dtype=torch.float32))
 
     def take_rows(self, start: int, rows: Tensor) -> None:
-        _materialize(self, rows.device)
         self.codes[start : start + len(rows)], self.scales[start : start + len(rows)] = quantize_int8(rows)
 
     def prepare(self, dtype, device):
@@ -195,7 +194,6 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("table", nibble_table(), persistent=False)
 
     def take_rows(self, start: int, rows: Tensor) -> None:
-        _materialize(self, rows.device)
         stop = start + len(rows)
         self.codes[start:stop], self.scales[start:stop], self.minima[start:stop] = quantize_int4(rows, self.groupsize)
 
@@ -224,14 +222,6 @@ class Int4Linear(QuantizedLinear):
         torch.ops.llama_weights.expand_int4(
             self.codes[rows], self.scales[rows], self.minima[rows], self.table, shared.weight_scratch, shared.weight_buffer
         )
-
-
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate the stored buffers when the first rows arrive."""
-    for name in ("codes", "scales", "minima"):
-        buffer = getattr(module, name, None)
-        if buffer is not None and buffer.is_meta:
-            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 # --- schemes ---
@@ -322,6 +312,7 @@ def quantized_tensors(checkpoint: Checkpoint, model: Transformer) -> Iterator[tu
         if not isinstance(layer, QuantizedLinear):
             yield entry.name, entry.read()
             continue
+        layer.to_empty(device="cpu")
         start = 0
         for rows in entry.blocks():
             layer.take_rows(start, rows)

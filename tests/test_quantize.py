@@ -46,6 +46,7 @@ def layer_of(scheme: str, weight: torch.Tensor, dtype: torch.dtype):
         layer = QUANTIZERS[scheme].layer(tuple(weight.shape))
     if isinstance(layer, str):
         return layer
+    layer.to_empty(device=CPU)
     for start in range(0, len(weight), 100):
         layer.take_rows(start, weight[start : start + 100])
     layer.prepare(dtype, CPU)
