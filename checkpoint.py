@@ -18,7 +18,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,61 +28,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import gguf_file
+from entries import Checkpoint, Entry, Part, fill, numbered, stacked_shape
 from model import ModelArgs, Transformer, transformer_configs
 
 FORMAT = "llama-flat-1"
 SHARD_BYTES = 4 * 10**9
-BLOCK_BYTES = 4 * 2**20  # of rows at a time; what quantizes them needs several times as much
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = FLOATS | {"I8": torch.int8, "U8": torch.uint8}  # the integers: quantized weights of our own format
-
-
-# --- what a checkpoint is to the rest of the program ---
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor under our name. `blocks()` yields consecutive rows on the CPU (random weights: on their device): views of
-    the mapped file, not to be written to, or copies of at most 64 MB. All else comes from the header, so a dry run can
-    share everything but that call."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocks: Callable[[], Iterator[Tensor]]
-    view: Callable[[], Tensor] | None = None  # the whole tensor, where the mapped file holds it in one piece
-
-    def read(self) -> Tensor:
-        """The whole tensor; a view of the mapped file where it lies there in one piece."""
-        return self.view() if self.view else _fill(torch.empty(self.shape, dtype=self.dtype), self)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint. `folder` has the tokenizer's files, unless `tokenizer_files` makes them (GGUF)."""
-
-    path: Path
-    folder: Path
-    args: ModelArgs
-    quantization: str | None  # the scheme that our own format names, else None
-    entries: Callable[[], Iterator[Entry]]
-    tokenizer_files: Callable[[], dict[str, dict]] | None = None
-
-    @property
-    def tokenizer_source(self) -> Path | dict[str, dict]:
-        return self.tokenizer_files() if self.tokenizer_files else self.folder
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor as a file has it. `rows(start, stop)` returns a view of the mapped file, or a copy where not `view`.
-    Blocks are of a multiple of `unit` rows."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: Callable[[int, int], Tensor]
-    view: bool = True
-    unit: int = 1
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -151,10 +103,11 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
     for name in takers.keys() & entries.keys():
         takers[name].to_empty(device=device)
     for name, entry in tqdm(entries.items(), "loading", leave=False, delay=2, disable=None):  # None: no bar in a log
-        for start, rows in _numbered(entry) if name in takers else ():
+        for start, rows in numbered(entry) if name in takers else ():
             takers[name].take_rows(start, rows.to(device))
+            del rows  # before the next ones are made
         if name in unread:
-            _fill(weights[name], entry)
+            fill(weights[name], entry)
     model.load_state_dict(weights, strict=False, assign=True)
     for module in model.modules():
         if hasattr(module, "prepare"):
@@ -171,23 +124,9 @@ def _check_shape(where: str, name: str, shape: tuple[int, ...], wanted: tuple[in
 def _mapped(entry: Entry, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """The file's own memory, where it can serve as it is. A mapped tensor may start anywhere; vector kernels round by where
     their rows start, so results would depend on it."""
-    if entry.view is None or entry.dtype != dtype or device.type != "cpu":
+    if not entry.mapped or entry.dtype != dtype or device.type != "cpu":
         return None
-    return t if (t := entry.view()).data_ptr() % 64 == 0 else None
-
-
-def _fill(result: Tensor, entry: Entry) -> Tensor:
-    """Copy the blocks, cast where they are and then moved."""
-    for start, rows in _numbered(entry):
-        result[start : start + len(rows)] = rows.to(result.dtype).to(result.device)
-    return result
-
-
-def _numbered(entry: Entry) -> Iterator[tuple[int, Tensor]]:  # (first row, rows)
-    start = 0
-    for rows in entry.blocks():
-        yield start, rows
-        start += len(rows)
+    return t if (t := entry.read()).data_ptr() % 64 == 0 else None
 
 
 def random_checkpoint(args: ModelArgs, device: torch.device, seed: int = 0) -> Checkpoint:
@@ -198,11 +137,11 @@ def random_checkpoint(args: ModelArgs, device: torch.device, seed: int = 0) -> C
         t = torch.empty(stop - start, *shape[1:], dtype=torch.bfloat16, device=device)
         return t.fill_(1) if norm else t.normal_(0, 0.02)
 
-    def entries() -> Iterator[Entry]:
+    def entries(check: bool = True) -> Iterator[Entry]:
         torch.manual_seed(seed)
         for name, shape in empty_model(args)[1].items():
             make = functools.partial(rows, shape, name.endswith("norm.weight"))
-            yield _entry(name, [Part(shape, torch.bfloat16, make, view=False)])
+            yield Entry(name, [Part(shape, torch.bfloat16, make, view=False, made=True)])
 
     return Checkpoint(Path(args.name), Path(args.name), args, None, entries)
 
@@ -256,36 +195,18 @@ def _entries(where: str, args: ModelArgs, parts: dict[str, list[Part]], names: d
         for name, shape in wanted:
             if name not in parts:
                 raise ValueError(f"{where}: tensor {name} is missing")
-            _check_shape(where, name, _stacked_shape(parts[name]), shape)
+            _check_shape(where, name, stacked_shape(parts[name]), shape)
             used.add(name)
-        entries.append(_entry(ours, [part for name, _ in wanted for part in parts[name]]))
+        entries.append(Entry(ours, [part for name, _ in wanted for part in parts[name]]))
     if extra := parts.keys() - used:
         raise ValueError(f"{where}: tensor {min(extra)} does not belong to this model")
 
-    def generate() -> Iterator[Entry]:
-        if spare and not _same(_entry(head, spare), entries[0]):
+    def generate(check: bool = True) -> Iterator[Entry]:
+        if check and spare and not _same(Entry(head, spare), entries[0]):
             raise ValueError(f"{where}: the configuration ties the head to the embedding, but {head} differs from it")
         yield from entries
 
     return generate
-
-
-def _stacked_shape(parts: list[Part]) -> tuple[int, ...]:
-    return (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-
-
-def _entry(name: str, parts: list[Part]) -> Entry:
-    dtype = functools.reduce(torch.promote_types, [p.dtype for p in parts])
-    view = functools.partial(parts[0].rows, 0, parts[0].shape[0]) if len(parts) == 1 and parts[0].view else None
-
-    def blocks() -> Iterator[Tensor]:
-        for p in parts:
-            row = max(math.prod(p.shape[1:]) * dtype.itemsize, 1)
-            step = max(BLOCK_BYTES // row // p.unit, 1) * p.unit
-            for start in range(0, p.shape[0], step):
-                yield p.rows(start, min(start + step, p.shape[0])).to(dtype)
-
-    return Entry(name, _stacked_shape(parts), dtype, blocks, view)
 
 
 def _same(a: Entry, b: Entry) -> bool:
@@ -406,7 +327,7 @@ def _open_ours(path: Path) -> Checkpoint | None:
     weights = (math.prod(shape) for _, wanted in _wanted(args, OUR_NAMES) for _, shape in wanted)
     if len(layers) != args.n_layer or sum(weights) > 8 * stored:
         raise ValueError(f"{where}: config.json asks for {args.n_layer} layers, there are {len(layers)}; {stored} bytes")
-    return Checkpoint(path, folder, args, quantization, lambda: map(_entry, parts, parts.values()))
+    return Checkpoint(path, folder, args, quantization, lambda check=True: map(Entry, parts, parts.values()))
 
 
 def _open_hf(path: Path) -> Checkpoint | None:
@@ -517,7 +438,7 @@ def _open_gguf(path: Path) -> Checkpoint | None:
         raise ValueError(f"--checkpoint_path {path}: holds {len(files)} GGUF files; name one, such as {files[0].name}")
     where, file = f"--checkpoint_path {files[0]}", gguf_file.read_gguf(files[0])
     args = gguf_file.model_args(file, files[0].stem)
-    parts = {n: [Part(t.shape, t.dtype, t.rows, t.plain)] for n, t in file.tensors.items() if n != gguf_file.ROPE_FACTORS}
+    parts = {name: [part] for name, part in file.tensors.items() if name != gguf_file.ROPE_FACTORS}
     tokenizer = functools.partial(gguf_file.tokenizer_files, file.metadata, where)
     return Checkpoint(path, files[0].parent, args, None, _entries(where, args, parts, gguf_file.NAMES), tokenizer)
 

@@ -5,7 +5,7 @@ Reads top to bottom: sampling, decoding, measuring, the command line. `python ge
 
 import argparse
 import os
-import shutil
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +16,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import predict
 from attention import KV_CACHES, PREFILL_ROWS
-from checkpoint import Checkpoint, empty_model, open_checkpoint, random_checkpoint
+from checkpoint import open_checkpoint, random_checkpoint
 from cli import Parser, check_writable, real, run, whole
-from measure import Sample, report_run, report_sample, result_line, say, synchronize
+from entries import Checkpoint
+from inputs import fit_lengths, prompt_ids
+from measure import (
+    Sample,
+    check_compiler,
+    device_name,
+    peak_memory,
+    pick_device,
+    report_run,
+    report_sample,
+    result_line,
+    say,
+    synchronize,
+    write_result,
+)
+from memory import GPUS, Card, Watch, empty_cache
 from model import ModelArgs, Transformer, prefill_plan, transformer_configs
-from quantize import QUANTIZERS, chosen_scheme, load_model, swap_layers
+from quantize import QUANTIZERS, chosen_scheme, load_model
+from snapshot import Recorder, simulated_snapshot, write_snapshot
 from tokenizer import Tokenizer, load_tokenizer
 
 # --- sampling ---
@@ -70,11 +87,29 @@ def run_tiles(model: Transformer, tokens: list[Tensor], positions: list[Tensor])
     return model(tokens, positions, decode=False)
 
 
-def prefill(model: Transformer, prompt: Tensor, chunk: int, run: Callable = run_tiles, single: bool = False) -> Tensor:
+def chunks(T: int, chunk: int, watch: Watch) -> Iterator[tuple[list[tuple[int, int, int, int]], bool]]:
+    """The chunks of `prefill_plan`, each with whether it is the last. The watch is told where the program is; a simulated
+    card leaves out chunks whose tiles equal those of others, except for the last one."""
+    count = -(-T // chunk)
+    key = lambda item: None if item[0] == count else tuple(height for _, height, _, _ in item[1])  # noqa: E731
+    for i, parts in watch.distinct(enumerate(prefill_plan(T, chunk), 1), key):
+        watch.phase = f"prefill chunk {i} of {count}"
+        yield parts, i == count
+    watch.phase = "decode"
+
+
+def prefill(
+    model: Transformer,
+    prompt: Tensor,
+    chunk: int,
+    watch: Watch | None = None,
+    run: Callable = run_tiles,
+    single: bool = False,
+) -> Tensor:
     """Process a prompt [B, T] (int64, on the host) in chunks, writing the caches. Returns the last position's logits
     [B, V]. `single`: call `run` for one tile at a time, so that a compiled one sees only len(TILE_HEIGHTS) shapes."""
     device = model.norm.weight.device
-    for parts in prefill_plan(prompt.shape[1], chunk):
+    for parts, last in chunks(prompt.shape[1], chunk, watch or Watch()):
         tokens, positions = [], []
         for base, height, first, stop in parts:
             rows = torch.zeros(len(prompt), height, dtype=torch.int64)
@@ -85,8 +120,9 @@ def prefill(model: Transformer, prompt: Tensor, chunk: int, run: Callable = run_
             xs = [run(model, [t], [p])[0] for t, p in zip(tokens, positions, strict=True)]
         else:
             xs = run(model, tokens, positions)
-    last = xs[-1].narrow(1, stop - 1, 1)
-    return model.logits(last).squeeze(1)
+        if not last:
+            del xs, tokens, positions  # before those of the next chunk are made
+    return model.logits(xs[-1].narrow(1, stop - 1, 1)).squeeze(1)
 
 
 def decode_one_token(model: Transformer, token: Tensor, pos: Tensor, sampling: Sampling) -> Tensor:
@@ -104,12 +140,13 @@ class Steps:
 
 
 def generate(
-    model: Transformer, prompt: Tensor, max_new_tokens: int, sampling: Sampling, chunk: int, steps: Steps
+    model: Transformer, prompt: Tensor, max_new_tokens: int, sampling: Sampling, chunk: int, steps: Steps,
+    watch: Watch | None = None,
 ) -> Iterator[Tensor]:
     """Yield max_new_tokens tokens [B, 1] after the prompt [B, T], each on the device and possibly still being computed.
     `model.setup_caches` was called for T + max_new_tokens slots. The caller decides when to stop, and reads the tokens."""
     device = model.norm.weight.device
-    token = sample(steps.prefill(model, prompt, chunk), sampling)
+    token = sample(steps.prefill(model, prompt, chunk, watch), sampling)
     pos, step = torch.tensor([prompt.shape[1], 0, 1]).to(device), torch.tensor([1, 0, 0]).to(device)
     for i in range(max_new_tokens):
         if i:
@@ -184,13 +221,13 @@ class Printer:
                 emit((self.tokenizer.decode(row) if self.tokenizer else " ".join(map(str, row))) + "\n")
 
 
-def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, stop_ids: frozenset, printer) -> Sample:
+def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, stop_ids, printer, watch: Watch) -> Sample:
     """Generate once: stop, show and time. Ctrl-C keeps what was read so far."""
     device, begin = model.norm.weight.device, time.perf_counter()
     result = Sample(prompt.shape[1], [[] for _ in prompt])
     open_rows = set(range(len(prompt)))
     try:
-        tokens = generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps)
+        tokens = generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps, watch)
         for step in read_tokens(tokens, device):
             result.times.append(time.perf_counter() - begin)
             result.ttft_s = result.times[0]
@@ -217,7 +254,7 @@ def run_sample(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, st
 
 
 def run_samples(
-    model, prompt: Tensor, args, sampling: Sampling, steps: Steps, tokenizer: Tokenizer | None
+    model, prompt: Tensor, args, sampling: Sampling, steps: Steps, tokenizer: Tokenizer | None, watch: Watch
 ) -> tuple[list[Sample], str | None]:
     """Generate and report --num_samples times. Returns the samples, and why they ended early or None. Ctrl-C between two
     samples keeps those that are done; before the first there is nothing to keep."""
@@ -227,7 +264,7 @@ def run_samples(
     try:
         while len(samples) < args.num_samples and not (samples and samples[-1].ended):
             printer = Printer(tokenizer, args.batch_size)
-            samples.append(run_sample(model, prompt, args, sampling, steps, stop_ids, printer))
+            samples.append(run_sample(model, prompt, args, sampling, steps, stop_ids, printer, watch))
             report_sample(len(samples), samples[-1])
     except KeyboardInterrupt:
         if not samples:
@@ -244,7 +281,8 @@ def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps:
         lengths.add(min(T, PREFILL_ROWS))
     for length in lengths:
         logits = steps.prefill(model, prompt[:, :length], length)
-        if not logits.isfinite().all():
+        finite = logits.isfinite().all()
+        if not args.dry_run and not finite:
             raise ValueError("the model's logits are not finite: damaged weights, or numbers too large for --precision")
         for _ in generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps):
             pass
@@ -252,11 +290,36 @@ def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps:
     return time.perf_counter() - begin
 
 
+def rehearse(card: Card, checkpoint: Checkpoint, args, T: int) -> Transformer:
+    """What `main` does to a card's memory, on a simulated one: load, set up, warm up, generate. Returns the model."""
+    args, memo = argparse.Namespace(**vars(args) | {"dry_run": True}), {}
+    if args.random_weights is not None:
+        checkpoint = random_checkpoint(checkpoint.args, card.device)
+
+    def visit(name: str, spans):  # the blocks of a tensor; those of other layers' tensors of that name are like them
+        return card.distinct(spans, lambda span: (re.sub(r"\d+", "", name), span[2] - span[1]), memo)
+
+    model = set_up(args, checkpoint.hollow(visit), card.device, card)[0]
+    predict.watch_model(model, card)
+    prompt, sampling, steps = torch.zeros(args.batch_size, T, dtype=torch.int64), sampling_of(args), Steps()
+    card.phase = "warm-up"
+    warm_up(model, prompt, args, sampling, steps)
+    for _sample in card.distinct(range(args.num_samples), lambda i: "sample"):
+        states = set()
+        tokens = generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps, card)
+        for _token in tokens:
+            if card.repeats(states):
+                break
+        del tokens, _token  # nothing of a sample outlives it
+    return model
+
+
 # --- the command line ---
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
-NOT_BUILT = ("--interactive", "--dry_run", "--gpu", "--memory_profile")
+DEFAULT_GPU = "a100-80"
+NOT_BUILT = ("--interactive",)
 
 
 def build_parser() -> Parser:
@@ -298,138 +361,17 @@ def build_parser() -> Parser:
     add("--device", metavar="NAME", help="cpu, cuda, cuda:N or mps (default: cuda if present, else cpu)")
     add("--precision", type=lambda t: t.removeprefix("torch."), choices=PRECISIONS, default="bfloat16",
         help="dtype of weights and activations (default: %(default)s)")
+    add("--dry_run", action="store_true", help="print what this command would take of a card's memory; needs no card, and "
+        "reads no weights")
+    add("--gpu", choices=GPUS, metavar="NAME", help=f"with --dry_run: the card to simulate (default: {DEFAULT_GPU}). One "
+        "of: " + ", ".join(GPUS))
+    add("--fit", metavar="GPU_OR_GB", help="print the largest --cache_size, filled, that fits a card, for every weight "
+        "scheme and cache kind")
+    add("--force", action="store_true", help="run even if the predicted peak is more than the card has free")
+    add("--memory_profile", metavar="FILE", help="write every allocation as a snapshot, for scripts/plot_memory.py")
     add("--write_result", metavar="FILE", help="append the measurements as one line of JSON")
     add("--profile", metavar="FILE", help="write a chrome trace of one more generation, which is not measured")
     return p  # fmt: skip
-
-
-def pick_device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: not a device; use cpu, cuda, cuda:N or mps") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {name}: no CUDA here (this torch is {torch.__version__}); use --device cpu")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
-        return torch.device("cuda", device.index or 0)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device mps: no Metal device here; use --device cpu")
-    if device.type not in ("cpu", "mps"):
-        raise ValueError(f"--device {name}: use cpu, cuda, cuda:N or mps")
-    return device
-
-
-def read_prompt(args) -> str:
-    if args.prompt_file is None:
-        text = args.prompt if args.prompt is not None else "Hello, my name is"
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # how Python passes on stray bytes
-            raise ValueError("--prompt: not UTF-8")
-        return text
-    if args.prompt_file == "-" and sys.stdin is None:
-        raise ValueError("--prompt_file -: stdin is closed")
-    try:
-        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
-        return data.decode("utf-8")
-    except OSError as e:
-        raise ValueError(f"--prompt_file {args.prompt_file}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise ValueError(f"--prompt_file {args.prompt_file}: not UTF-8 at byte {e.start}") from None
-
-
-def prompt_ids(args, model_args: ModelArgs, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt's token ids. ValueError for an empty one and for ids that the model does not have."""
-    if tokenizer is None and (args.chat or args.prompt is not None or args.prompt_file is not None):
-        raise ValueError("--random_weights has no tokenizer: use --prompt_tokens N")
-    if args.system is not None and not args.chat:
-        raise ValueError("--system needs --chat")
-    if args.prompt_tokens is not None and args.chat:
-        raise ValueError("--prompt_tokens and --chat do not go together")
-    if tokenizer is None or args.prompt_tokens is not None:
-        if (args.prompt_tokens or 0) > model_args.block_size:  # before so many are made
-            limit = f"the model's context is {model_args.block_size} (block_size)"
-            raise ValueError(f"--prompt_tokens {args.prompt_tokens}: {limit}")
-        usable = torch.tensor(tokenizer.text_ids() if tokenizer else range(model_args.vocab_size))
-        generator = torch.Generator().manual_seed(0)
-        usable = usable[usable < model_args.vocab_size]
-        return usable[torch.randint(len(usable), (args.prompt_tokens or 6,), generator=generator)].tolist()
-    text = read_prompt(args)
-    if args.chat:
-        system = [{"role": "system", "content": args.system}] if args.system is not None else []
-        ids = tokenizer.encode_chat([*system, {"role": "user", "content": text}])
-    else:
-        ids = tokenizer.encode(text)
-    if not ids:
-        raise ValueError("the prompt is empty: zero tokens, nothing to continue (this tokenizer adds no BOS)")
-    if max(ids) >= model_args.vocab_size:
-        raise ValueError(f"the tokenizer gave id {max(ids)}, the model has only {model_args.vocab_size}: they do not match")
-    return ids
-
-
-def fit_lengths(args, model_args: ModelArgs, T: int) -> str | None:
-    """Settle --cache_size and --max_new_tokens for a prompt of T tokens, or raise what does not fit. Returns a note."""
-    limit, new = model_args.block_size, args.max_new_tokens
-    if T > limit:
-        raise ValueError(f"the prompt's {T} tokens exceed the model's context of {limit} (block_size): shorten the prompt")
-    if args.cache_size is not None:
-        if T + new > args.cache_size:
-            raise ValueError(
-                f"--cache_size {args.cache_size} is too small: {T} prompt tokens + --max_new_tokens {new} need {T + new}"
-            )
-        if T + new > limit:
-            raise ValueError(
-                f"{T} prompt tokens + --max_new_tokens {new} = {T + new} exceed the model's context of {limit} "
-                f"(block_size): use --max_new_tokens {limit - T}"
-            )
-        return None
-    args.max_new_tokens = min(new, limit - T)
-    args.cache_size = T + args.max_new_tokens
-    if args.max_new_tokens == new:
-        return None
-    return f"note: --max_new_tokens {new} stops at {limit - T}, where the model's context of {limit} ends (block_size)"
-
-
-def check_memory(args, model_args: ModelArgs, device: torch.device) -> None:
-    """Refuse what can never fit the machine, before anything is loaded: random weights, caches and mask."""
-    model, _ = empty_model(model_args)
-    if args.quantization:
-        swap_layers(model, args.quantization, args.keep_head)
-    model.to(PRECISIONS[args.precision])
-    weights = model.weight_bytes() if args.random_weights else 0
-    try:
-        with torch.device("meta"):
-            model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
-    except (RuntimeError, OverflowError):  # more bytes than a number of bytes can say
-        raise ValueError(f"{args.batch_size} x {args.cache_size} slots are too many: use a smaller --cache_size") from None
-    caches = sum(b.nbytes for m in (model.shared, *(x.attention.kv_cache for x in model.layers)) for b in m.buffers())
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if weights + caches > total:
-        raise ValueError(
-            f"caches and mask for {args.batch_size} x {args.cache_size} slots take {caches / 1e9:.1f} GB"
-            + (f", random weights {weights / 1e9:.1f} GB" if weights else "")
-            + f", and the {device.type} has {total / 1e9:.1f} GB in all: use a smaller --cache_size"
-        )
-
-
-def cache_form(args) -> tuple[str, bool]:
-    """The cache kind, and whether the mask is the linear one."""
-    return args.kv_cache_quantization or "plain", args.linear_causal_mask
-
-
-def check_compiler(args, device: torch.device) -> None:
-    """torch.compile fails late and at length where it cannot build what it writes."""
-    if device.type != "cpu" or not (args.compile or args.compile_prefill):
-        return
-    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
-        raise ValueError("--compile: needs a C++ compiler (g++ or clang++) for the CPU, and none is installed")
-    if " " in torch.__file__:
-        raise ValueError("--compile: torch cannot link what it compiles from a path with a space: move the repository")
 
 
 def find_model(args, device: torch.device) -> tuple[Checkpoint, Tokenizer | None]:
@@ -456,34 +398,99 @@ def profile_generation(path: str, model: Transformer, prompt: Tensor, args, samp
     say(f"profile: {path}")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Load, generate, report. Returns the exit status."""
-    device = pick_device(args.device)
-    check_compiler(args, device)
-    check_writable("--write_result", args.write_result)
-    check_writable("--profile", args.profile)
-    checkpoint, tokenizer = find_model(args, device)
-    ids = prompt_ids(args, checkpoint.args, tokenizer)
-    length_note = fit_lengths(args, checkpoint.args, len(ids))
-    check_memory(args, checkpoint.args, device)
+def check_flags(args) -> None:
+    """What contradicts itself, and files that cannot be written."""
+    simulated = "--fit" if args.fit is not None else "--dry_run" if args.dry_run else None
+    if simulated:
+        for flag in ("profile", "device"):
+            if getattr(args, flag) is not None and not str(args.device).startswith("cuda"):
+                raise ValueError(f"{simulated} runs nothing, and simulates CUDA: leave --{flag} out")
+    if args.fit is not None:
+        for flag in ("cache_size", "prompt", "prompt_file", "prompt_tokens", "memory_profile", "write_result"):
+            if getattr(args, flag) is not None:
+                raise ValueError(f"--fit looks for the largest --cache_size and fills it: leave --{flag} out")
+        if args.dry_run or args.chat:
+            raise ValueError(f"--fit and --{'dry_run' if args.dry_run else 'chat'} do not go together")
+    elif args.gpu is not None and not args.dry_run:
+        raise ValueError("--gpu names the card of --dry_run: give that too, or leave it out")
+    if args.profile is not None and args.memory_profile is not None:
+        raise ValueError("--profile and --memory_profile each need a run of their own: leave one out")
+    for flag in ("write_result", "profile", "memory_profile"):
+        check_writable(f"--{flag}", getattr(args, flag))
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    model, weight_note = load_model(checkpoint, device, PRECISIONS[args.precision], args.quantization, args.keep_head)
-    model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
-    for note in filter(None, (length_note, weight_note)):
+
+def dry_run(args, checkpoint: Checkpoint, T: int) -> None:
+    """Print what the command would take on a card, and record it."""
+    prediction = predict.simulate(rehearse, args, checkpoint, T, GPUS[args.gpu or DEFAULT_GPU])
+    print("\n".join(predict.table(prediction, args, checkpoint, T)))
+    peak, name = (prediction.reserved, "simulated"), prediction.card.gpu.name
+    if args.memory_profile is not None:
+        write_snapshot(args.memory_profile, simulated_snapshot(prediction.card))
+    sample = Sample(T, [[0] * args.max_new_tokens] * args.batch_size)
+    result = result_line(prediction.model, args, [sample] * args.num_samples, None, peak, name)
+    write_result(result | prediction.record(), args.write_result)
+
+
+def sampling_of(args) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p)
+
+
+def set_up(args, checkpoint: Checkpoint, device: torch.device, watch: Watch) -> tuple[Transformer, str | None]:
+    """Load the weights and allocate everything else."""
+    watch.phase, watch.scope = "load", "loading"
+    dtype = PRECISIONS[args.precision]
+    model, note = load_model(checkpoint, device, dtype, args.quantization, args.keep_head)
+    empty_cache(device, watch)  # what the blocks of rows went through
+    predict.name_parts(model, watch)
+    watch.phase = "set-up"
+    model.setup_caches(args.batch_size, args.cache_size, *predict.cache_form(args))
+    predict.name_parts(model, watch)
+    return model, note
+
+
+def run_all(args, checkpoint: Checkpoint, tokenizer: Tokenizer | None, ids: list[int], device: torch.device, watch) -> int:
+    """Load, generate, report. Returns the exit status."""
+    model, note = set_up(args, checkpoint, device, watch)
+    if note:
         say(note)
-    prompt = torch.tensor([ids] * args.batch_size)
+    sampling, prompt = sampling_of(args), torch.tensor([ids] * args.batch_size)
     steps = compile_steps(device, args.compile, args.compile_prefill)
+    watch.phase = "warm-up"
     warm_s = warm_up(model, prompt, args, sampling, steps)
     compile_s = warm_s if args.compile or args.compile_prefill else None
     if compile_s is not None:
         say(f"compiled in {compile_s:.1f} s")
-
-    samples, ended = run_samples(model, prompt, args, sampling, steps, tokenizer)
-    report_run(result_line(model, args, samples, compile_s), args.write_result)
+    samples, ended = run_samples(model, prompt, args, sampling, steps, tokenizer, watch)
+    result = result_line(model, args, samples, compile_s, peak_memory(device), device_name(device))
+    report_run(result, args.write_result)
     if args.profile is not None and not ended:
         profile_generation(args.profile, model, prompt, args, sampling, steps)
     return 130 if ended == "interrupted" else 0
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check everything that can be checked before anything is loaded; then predict, or run. Returns the exit status."""
+    check_flags(args)
+    simulated = args.dry_run or args.fit is not None
+    device = torch.device("cpu") if simulated else pick_device(args.device)
+    if not simulated and (args.compile or args.compile_prefill):
+        check_compiler(device)
+    checkpoint, tokenizer = find_model(args, device)
+    if args.fit is not None:
+        for line in predict.fit_table(rehearse, args, checkpoint, predict.find_gpu(args.fit)):
+            print(line, flush=True)
+        return 0
+    ids = prompt_ids(args, checkpoint.args, tokenizer)
+    length_note = fit_lengths(args, checkpoint.args, len(ids))
+    if not args.dry_run:
+        predict.check_memory(rehearse, args, checkpoint, len(ids), device)
+    if length_note:
+        say(length_note)
+    if args.dry_run:
+        dry_run(args, checkpoint, len(ids))
+        return 0
+    with Recorder(args.memory_profile, device) as watch:
+        return run_all(args, checkpoint, tokenizer, ids, device, watch)
 
 
 def cli(argv: list[str]) -> int:

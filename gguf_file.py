@@ -8,7 +8,6 @@ file at its word: a damaged one hangs it, or fills the memory.
 import math
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from entries import Part
 from model import ModelArgs, RopeScaling, rope_table
 from tokenizer import LLAMA3_PATTERN
 
@@ -28,22 +28,12 @@ DEQUANTIZE_BYTES = 2**20  # of float32 at once: numpy's temporaries are several 
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor. `rows(start, stop)` is a view of the mapped file where the type is plain, else a float32 copy."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: Callable[[int, int], Tensor]
-    plain: bool
-
-
-@dataclass(frozen=True)
 class GGUFFile:
     """The metadata (arrays of numbers as numpy arrays) and the tensors, both under llama.cpp's names."""
 
     path: Path
     metadata: dict
-    tensors: dict[str, Stored]
+    tensors: dict[str, Part]
 
 
 class _Reader:
@@ -99,7 +89,7 @@ def _one_line(e: Exception) -> str:
     return " ".join(str(e).split()) or type(e).__name__
 
 
-def _parse(r: _Reader) -> tuple[dict, dict[str, Stored]]:
+def _parse(r: _Reader) -> tuple[dict, dict[str, Part]]:
     if r.data[r.skip(4) : r.at] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     if (version := r.take("I")) not in (2, 3):
@@ -123,7 +113,7 @@ def _parse(r: _Reader) -> tuple[dict, dict[str, Stored]]:
     return metadata, {n: _stored(r.data, n, *info[:2], start, info[2]) for n, info in infos.items()}
 
 
-def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int, offset: int) -> Stored:
+def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int, offset: int) -> Part:
     gguf = _library()
     kind = gguf.GGMLQuantizationType(number)
     if kind.name not in (*PLAIN, *QUANTIZED):
@@ -139,9 +129,9 @@ def _stored(data: mmap.mmap, name: str, dims: list[int], number: int, start: int
     if kind.name in PLAIN:
         dtype = PLAIN[kind.name]
         whole = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
-        return Stored(shape, dtype, lambda a, b: whole[a:b], True)
+        return Part(shape, dtype, lambda a, b: whole[a:b])
     packed = np.frombuffer(data, np.uint8, size, start).reshape(*shape[:-1], -1)
-    return Stored(shape, torch.float32, lambda a, b: _dequantized(packed[a:b], kind, shape[1:]), False)
+    return Part(shape, torch.float32, lambda a, b: _dequantized(packed[a:b], kind, shape[1:]), view=False)
 
 
 def _library():

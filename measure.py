@@ -1,9 +1,11 @@
 """What a run measured: samples and their rates, peak memory, the result line. GB = 1e9 bytes everywhere."""
 
 import json
+import os
 import platform
 import resource
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,11 +44,44 @@ class Sample:
     def decode_tok_s(self) -> float | None:
         """(n - 1) tokens of every row / time from the first token to the last one shown."""
         steps, after_first = max(map(len, self.rows)), sum(max(len(r) - 1, 0) for r in self.rows)
-        return after_first / (self.times[steps - 1] - self.times[0]) if after_first else None
+        return after_first / (self.times[steps - 1] - self.times[0]) if after_first and self.times else None
+
+
+# --- devices ---
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: not a device; use cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: no CUDA here (this torch is {torch.__version__}); use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: no Metal device here; use --device cpu")
+    if device.type not in ("cpu", "mps"):
+        raise ValueError(f"--device {name}: use cpu, cuda, cuda:N or mps")
+    return device
+
+
+def check_compiler(device: torch.device) -> None:
+    """torch.compile fails late and at length where it cannot build what it writes."""
+    if device.type != "cpu":
+        return
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        raise ValueError("--compile: needs a C++ compiler (g++ or clang++) for the CPU, and none is installed")
+    if " " in torch.__file__:
+        raise ValueError("--compile: torch cannot link what it compiles from a path with a space: move the repository")
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():  # a simulated one runs nothing
         torch.cuda.synchronize()
 
 
@@ -87,10 +122,11 @@ def mean(values: list[float | None]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def result_line(model: Transformer, args, samples: list[Sample], compile_s: float | None) -> dict:
-    """What --write_result appends. GB = 1e9 bytes, seconds, tokens per second; an unknown rate is None."""
-    device = model.norm.weight.device
-    peak, source = peak_memory(device)
+def result_line(
+    model: Transformer, args, samples: list[Sample], compile_s: float | None, peak: tuple[int, str], device: str
+) -> dict:
+    """What --write_result appends; `peak` is bytes and their source, `device` a name. GB = 1e9 bytes, seconds, tokens per
+    second; an unknown rate is None."""
     rates = [s.decode_tok_s for s in samples if s.decode_tok_s is not None]
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -113,10 +149,10 @@ def result_line(model: Transformer, args, samples: list[Sample], compile_s: floa
         "num_samples": len(samples),
         "model_gb": model.weight_bytes() / 1e9,
         "kv_cache_gb": model.kv_cache_bytes() / 1e9,
-        "peak_memory_gb": peak / 1e9,
-        "peak_memory_source": source,
-        "device": device.type,
-        "device_name": device_name(device),
+        "peak_memory_gb": peak[0] / 1e9,
+        "peak_memory_source": peak[1],
+        "device": model.norm.weight.device.type,
+        "device_name": device,
         "precision": args.precision,
         "compile": args.compile,
         "compile_prefill": args.compile_prefill,
@@ -145,7 +181,7 @@ def report_sample(number: int, s: Sample) -> None:
 
 
 def report_run(r: dict, path: str | None) -> None:
-    """The mean of several samples, and memory; the result line into a file. A line that cannot be written goes to stderr."""
+    """The mean of several samples, and memory; the result line into a file."""
     if r["num_samples"] > 1:
         spread = f" (standard deviation {r['decode_tok_s_sd']:.1f})" if r["decode_tok_s_sd"] is not None else ""
         say(
@@ -158,6 +194,11 @@ def report_run(r: dict, path: str | None) -> None:
         f"memory: model {r['model_gb']:.3f} GB, {kind} KV cache {r['kv_cache_gb']:.3f} GB for {r['cache_size']} slots "
         f"(in blocks of {BLOCK}), peak {r['peak_memory_gb']:.3f} GB {source} (GB = 1e9 bytes)"
     )
+    write_result(r, path)
+
+
+def write_result(r: dict, path: str | None) -> None:
+    """Append the result line to a file. One that cannot be written goes to stderr."""
     if path is None:
         return
     try:

@@ -440,10 +440,13 @@ class Transformer(nn.Module):
     def kv_cache_bytes(self) -> int:
         return sum(t.nbytes for layer in self.layers for t in layer.attention.kv_cache.stored)
 
-    def weight_bytes(self) -> int:
+    def weights(self) -> list[Tensor]:
         """All that is kept of the weights, a second copy in a kernel's own layout included."""
         modules = [m for m in self.modules() if not isinstance(m, Shared | KVCache)]
-        return sum(t.nbytes for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+        return [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+
+    def weight_bytes(self) -> int:
+        return sum(t.nbytes for t in self.weights())
 
     def forward(self, tokens: list[Tensor], positions: list[Tensor], decode: bool) -> list[Tensor]:
         """Run tiles of token ids [B, R] through all layers; positions: int64 [3] each (see Call). Writes the caches.

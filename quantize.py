@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention import round_up
-from checkpoint import Checkpoint, empty_model, load_weights, open_checkpoint, write_checkpoint
+from checkpoint import empty_model, load_weights, open_checkpoint, write_checkpoint
 from cli import Parser, run, whole_folder, write_tokenizer
+from entries import Checkpoint
 from model import Call, Embedding, Linear, Transformer
 
-BLOCK_BYTES = 64 * 10**6  # of a dequantized weight at a time: a larger one is multiplied in blocks of its rows
+BLOCK_BYTES = 16 * 10**6  # of a dequantized weight at a time: a larger one is multiplied in blocks of its rows
 CHUNK = 1 << 20  # values that the int4 body expands at once: stays in a CPU's cache
 
 

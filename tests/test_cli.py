@@ -17,6 +17,7 @@ import generate
 import measure
 from attention import KV_CACHES
 from checkpoint import open_checkpoint, random_model
+from memory import Watch
 from tokenizer import load_tokenizer
 
 FIELDS = """date commit command model quantization kv_cache_quantization linear_causal_mask cache_size prefill_chunk
@@ -75,7 +76,7 @@ def test_a_stop_token_is_neither_shown_nor_counted(capsys):
         prompt = torch.tensor([generate.prompt_ids(args, model.args, None)])
         stop_ids = frozenset({stop, 100000})
         s = generate.run_sample(
-            model, prompt, args, generate.Sampling(0), generate.Steps(), stop_ids, generate.Printer(None, 1)
+            model, prompt, args, generate.Sampling(0), generate.Steps(), stop_ids, generate.Printer(None, 1), Watch()
         )
         n = ids.index(stop)
         assert s.rows == [ids[:n]] and s.new_tokens == n and s.ttft_s > 0
@@ -175,7 +176,7 @@ ERRORS = {
                            ["256", "260", "--max_new_tokens 6"]),
     "prompt beyond model": ([*TINY, "--prompt_tokens", "257"], ["257", "256"]),
     "no memory": ([*TINY, "--cache_size", "2000000000"], ["2000000000 slots", "GB", "--cache_size"]),
-    "no memory for weights": (["--random_weights", "Llama-3.1-405B"], ["random weights 811.7 GB"]),
+    "no memory for weights": (["--random_weights", "Llama-3.1-405B"], ["random weights", "811.8 GB"]),
     "no memory for the mask": ([*TINY, "--cache_size", "10000000", "--no-linear_causal_mask"], ["GB"]),
     "cache 0": ([*TINY, "--cache_size", "0"], ["--cache_size"]),
     "chunk 0": ([*TINY, "--prefill_chunk", "0"], ["--prefill_chunk"]),
@@ -204,7 +205,7 @@ ERRORS = {
     "scheme that fits nothing": (["--random_weights", "tiny-odd", "--quantization", "int4wo-256"],
                                  ["96 is no multiple of 256"]),
     "keep_head alone": ([*TINY, "--keep_head"], ["--quantization"]),
-    "not built either": (["--dry_run"], ["--dry_run is not built yet"]),
+    "not built either": (["--interactive=1"], ["--interactive is not built yet"]),
 }  # fmt: skip
 
 
@@ -231,7 +232,7 @@ def test_compiling_where_it_cannot_work_is_refused(capsys, monkeypatch):
     """Inductor fails late, in hundreds of lines."""
     monkeypatch.setattr(torch, "__file__", "/a folder/torch/__init__.py")
     check_error(*run(capsys, *TINY, "--compile"), ["a path with a space"])
-    monkeypatch.setattr(generate.shutil, "which", lambda name: None)
+    monkeypatch.setattr(measure.shutil, "which", lambda name: None)
     check_error(*run(capsys, *TINY, "--compile_prefill"), ["C++ compiler"])
 
 
@@ -362,9 +363,9 @@ def test_flags_reach_what_they_name(capsys, tmp_path, monkeypatch):
     """Each was once parsed and dropped in somebody's fork: seed, chunk, compile."""
     seen = {"seeds": [], "chunks": []}
 
-    def spy(model, prompt, chunk):
+    def spy(model, prompt, chunk, watch=None):
         seen["chunks"].append(chunk)
-        return generate.prefill(model, prompt, chunk)
+        return generate.prefill(model, prompt, chunk, watch)
 
     monkeypatch.setattr(torch, "manual_seed", seen["seeds"].append)
     monkeypatch.setattr(generate, "compile_steps", lambda *a: seen.update(compiled=a[1:]) or generate.Steps(prefill=spy))
@@ -383,7 +384,7 @@ def test_the_whole_result_line_of_known_samples(monkeypatch):
     args = generate.build_parser().parse_args([*TINY, "--compile", "--batch_size", "1", "--cache_size", "20"])
     model = random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
     model.setup_caches(1, 20)
-    r = measure.result_line(model, args, samples, 1.5)
+    r = measure.result_line(model, args, samples, 1.5, measure.peak_memory(torch.device("cpu")), "a name")
     want = {
         "model": "tiny", "quantization": None, "kv_cache_quantization": None, "linear_causal_mask": True, "cache_size": 20,
         "prefill_chunk": 512, "prompt_tokens": 10, "new_tokens": 9, "batch_size": 1, "ttft_s": 4.0,

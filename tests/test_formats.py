@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_model import all_logits, hf_twin
 
 import checkpoint
+import entries
 import generate
 import gguf_file
 from checkpoint import FORMATS, empty_model, load_model, load_weights, open_checkpoint, random_checkpoint, write_checkpoint
@@ -90,7 +91,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_format_gives_the_same_logits_to_the_bit(tmp_path, name, expected, monkeypatch):
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 3000)  # several blocks, and of q and k one per head or two
+    monkeypatch.setattr(entries, "BLOCK_BYTES", 3000)  # several blocks, and of q and k one per head or two
     weights, want = expected
     path = EXACT[name](tmp_path / "m", TINY, weights)
     model = loaded(path)
@@ -246,7 +247,7 @@ def test_gguf_metadata_that_are_refused(tmp_path, key, value, word, expected):
         del file.metadata[key]
     with pytest.raises(ValueError, match=word):
         args = gguf_file.model_args(file, "m")
-        parts = {n: [checkpoint.Part(t.shape, t.dtype, t.rows)] for n, t in file.tensors.items()}
+        parts = {n: [t] for n, t in file.tensors.items()}
         checkpoint._entries("m", args, parts, gguf_file.NAMES)
 
 
@@ -463,10 +464,12 @@ def test_all_is_checked_before_anything_is_read(tmp_path, expected, monkeypatch)
     opened = open_checkpoint(fuzz.write_ours(tmp_path / "m", TINY, expected[0]))
     model, _ = empty_model(TINY)
 
-    def unreadable():
+    def unreadable(start, stop):
         raise AssertionError("was read")
 
-    entries = [dataclasses.replace(e, blocks=unreadable, view=None) for e in opened.entries()]
+    entries = [
+        dataclasses.replace(e, parts=[dataclasses.replace(p, rows=unreadable) for p in e.parts]) for e in opened.entries()
+    ]
     other = dataclasses.replace(entries[0], name="x.weight")
     for wrong, word in ((entries[:-1], "missing"), ([*entries, entries[0]], "twice"), ([*entries, other], "not belong")):
         with pytest.raises(ValueError, match=word):
@@ -490,7 +493,7 @@ class Taker(torch.nn.Module):
 
 
 def test_layers_that_take_rows(tmp_path, expected, monkeypatch):
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(entries, "BLOCK_BYTES", 3000)
     opened = open_checkpoint(fuzz.write_hf(tmp_path / "m", TINY, expected[0]))
     model, _ = empty_model(TINY)
     taker = model.layers[1].attention.wqkv = Taker((128, 64))

@@ -7,9 +7,14 @@ from conftest import ROOT
 
 MAY_IMPORT = {
     "tokenizer": set(), "memory": set(), "cli": {"tokenizer"}, "attention": set(), "model": {"attention"},
-    "measure": {"model", "attention"}, "gguf_file": {"model", "tokenizer"}, "checkpoint": {"model", "gguf_file"},
-    "quantize": {"attention", "model", "checkpoint", "cli"},
-    "generate": {"attention", "model", "checkpoint", "quantize", "measure", "tokenizer", "cli"},
+    "snapshot": {"memory"}, "measure": {"model", "attention"}, "inputs": {"model", "tokenizer"}, "entries": {"model"},
+    "gguf_file": {"entries", "model", "tokenizer"}, "checkpoint": {"entries", "model", "gguf_file"},
+    "quantize": {"attention", "model", "entries", "checkpoint", "cli"},
+    "predict": {"attention", "model", "entries", "checkpoint", "quantize", "memory"},
+    "generate": {
+        "attention", "model", "entries", "checkpoint", "quantize", "predict", "memory", "snapshot", "measure", "inputs",
+        "tokenizer", "cli",
+    },
 }  # fmt: skip
 
 
@@ -40,7 +45,7 @@ def test_imports_point_one_way():
 def test_files_can_be_read_in_an_evening():
     lengths = {p.name: length(p) for p in ROOT.glob("*.py")}
     assert max(lengths.values()) <= 450, lengths
-    assert lengths["model.py"] + lengths["attention.py"] < 650 and sum(lengths.values()) < 3000, lengths
+    assert lengths["model.py"] + lengths["attention.py"] < 650 and sum(lengths.values()) < 3600, lengths
 
 
 def test_main_is_a_paragraph():

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import quantize
 from attention import KV_CACHES
-from checkpoint import Checkpoint, Entry, empty_model, load_weights, open_checkpoint, random_checkpoint
+from checkpoint import empty_model, load_weights, open_checkpoint, random_checkpoint
+from entries import Checkpoint, Entry, Part
 from generate import Sampling, Steps, compile_steps, generate, prefill
 from memory import simulated_cuda
 from model import Call, ModelArgs
@@ -152,7 +153,10 @@ def quantized_model(scheme: str, dtype=F32, args="tiny", keep_head=False):
     source = make_model(args)
     model, _ = empty_model(source.args)
     swap_layers(model, scheme, keep_head)
-    entries = [Entry(n, tuple(t.shape), t.dtype, lambda t=t: iter(t.split(50))) for n, t in source.state_dict().items()]
+    def parts(t):
+        return [Part(tuple(rows.shape), t.dtype, lambda a, b, rows=rows: rows[a:b]) for rows in t.split(50)]
+
+    entries = [Entry(n, parts(t)) for n, t in source.state_dict().items()]
     load_weights(model, Checkpoint(Path("m"), Path("m"), source.args, None, lambda: iter(entries)), CPU, dtype)
     return model.requires_grad_(False)
 

@@ -1,0 +1,314 @@
+"""What a run will take of a CUDA card's memory, found by running it on a simulated one: the table of `--dry_run`, the check
+before a real run, what else would fit, and the largest context that does (`--fit`). GB = 1e9 bytes.
+
+`rehearse` is generate.py's: the same load, set-up, warm-up and generation that a real run does.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from attention import BLOCK, KV_CACHES
+from checkpoint import empty_model
+from entries import Checkpoint
+from memory import COMMON, CONTEXT, GPUS, Card, Gpu, Repeated, Watch, simulated_cuda
+from model import Transformer
+from quantize import QUANTIZERS, swap_layers
+
+CATEGORIES = {
+    "weights": "",
+    "KV cache": "",
+    "mask": "the square one",
+    "tables": "RoPE, and constants of the attention operator",
+    "scratch": "of attention and of expanded weights, allocated once",
+    "activations": "",
+    "logits and sampling": "",
+    "loading": "blocks of weights on their way",
+    "workspace": "of cuBLAS",
+}
+KEPT = ("weights", "KV cache", "mask", "tables")
+
+
+def name_parts(model: Transformer, watch: Watch) -> None:
+    """Tell a watch what a model and its caches hold."""
+    watch.name("weights", model.weights())
+    if (shared := model.shared) is None:
+        return
+    watch.name("KV cache", [t for layer in model.layers for t in layer.attention.kv_cache.stored])
+    watch.name("mask", [] if shared.mask is None else [shared.mask])
+    watch.name("tables", [shared.freqs_cis, *shared.constants])
+    watch.name("scratch", [shared.scratch, shared.weight_buffer, shared.weight_scratch])
+
+
+def watch_model(model: Transformer, card: Card) -> None:
+    """From now on the card tells logits from activations, and layers that repeat each other are left out."""
+
+    def logits(x):
+        card.scope = "logits and sampling"
+        return Transformer.logits(model, x)
+
+    model.logits = logits
+    model.register_forward_pre_hook(lambda *_: setattr(card, "scope", "activations"))
+    model.layers = Repeated(model.layers, card)
+    card.scope = "activations"
+
+
+# --- one prediction ---
+
+Rehearse = Callable[[Card, Checkpoint, argparse.Namespace, int], Transformer]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run takes on a card that never runs out: bytes reserved by torch at the peak, by category in that moment."""
+
+    card: Card
+    model: Transformer
+    estimate: bool
+
+    @property
+    def reserved(self) -> int:
+        return self.card.allocator.peak_reserved
+
+    @cached_property
+    def at_peak(self) -> tuple[str, dict[str, int]]:
+        """The phase, and bytes by category with what is reserved and not in use."""
+        event, sums = self.card.at_peak()
+        return event.phase, sums | {"fragmentation": self.reserved - sum(sums.values())}
+
+    @property
+    def resident(self) -> int:
+        """What must be there: weights, KV cache, mask and tables."""
+        return resident_bytes(self.model)
+
+    def spare(self, gpu: Gpu) -> int:
+        return gpu.usable - self.reserved
+
+    def record(self) -> dict:
+        """Fields for the result line."""
+        phase, sums = self.at_peak
+        return {
+            "peak_phase": phase,
+            "peak_allocated_gb": self.card.allocator.peak_allocated / 1e9,
+            "resident_gb": self.resident / 1e9,
+            "memory_gb": {category: size / 1e9 for category, size in sums.items()},
+            "estimate": self.estimate,
+        }
+
+
+def resident_bytes(model: Transformer) -> int:
+    shared = model.shared
+    kept = [*shared.constants, shared.freqs_cis, *([] if shared.mask is None else [shared.mask])]
+    return model.weight_bytes() + model.kv_cache_bytes() + sum(t.nbytes for t in kept)
+
+
+def simulate(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gpu, jump: bool = True) -> Prediction:
+    """Run the command with a prompt of T tokens on a simulated card."""
+    card = Card(gpu, jump)
+    with simulated_cuda(card):
+        model = rehearse(card, checkpoint, args, T)
+    card.jump = False  # whoever looks at the model from now on sees all layers
+    return Prediction(card, model, bool(args.compile or args.compile_prefill))
+
+
+def describe(args, checkpoint: Checkpoint, T: int) -> str:
+    mask = "linear" if args.linear_causal_mask else "square"
+    rows = f", {args.batch_size} rows" if args.batch_size > 1 else ""
+    return (
+        f"{checkpoint.args.name}, {args.quantization or args.precision} weights, {args.kv_cache_quantization or 'plain'} KV "
+        f"cache of {args.cache_size:,} slots, {mask} mask{rows}; prompt of {T:,} tokens in chunks of {args.prefill_chunk:,}"
+    )
+
+
+def table(p: Prediction, args, checkpoint: Checkpoint, T: int) -> Iterator[str]:
+    """The lines of `--dry_run`."""
+    gpu, (phase, sums) = p.card.gpu, p.at_peak
+    yield describe(args, checkpoint, T)
+    yield f"simulated on {gpu.name}; GB = 1e9 bytes" + ("; an ESTIMATE: compiled code was run uncompiled" * p.estimate)
+    yield ""
+    notes = CATEGORIES | {"fragmentation": "reserved by torch and not in use"}
+    for category in (c for c in notes if sums.get(c)):
+        yield f"  {category:20}{sums[category] / 1e9:9.3f}   {notes[category]}".rstrip()
+    in_use = p.card.allocator.peak_allocated / 1e9
+    yield f"  {'peak reserved':20}{p.reserved / 1e9:9.3f}   in phase '{phase}'; {in_use:.3f} in use at most"
+    above = (p.reserved - p.resident) / 1e9
+    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   the first four; the peak is {above:.3f} above"
+    yield ""
+    yield "  card  usable  of which"
+    for name in COMMON:
+        yield f"  {GPUS[name].marketed_gb:4} {GPUS[name].usable / 1e9:7.2f}  {verdict(p, GPUS[name])}  ({name})"
+    if gpu.name not in COMMON:
+        yield f"  {gpu.name}: {gpu.usable / 1e9:.2f} usable, {verdict(p, gpu)}"
+    yield f"  usable: what torch sees of the card, less {CONTEXT / 1e9:.1f} GB for the CUDA context"
+
+
+def verdict(p: Prediction, gpu: Gpu) -> str:
+    spare = p.spare(gpu) / 1e9
+    return f"fits, {spare:.2f} to spare" if spare >= 0 else f"does not fit, {-spare:.2f} too little"
+
+
+# --- other flags ---
+
+
+def with_flags(args, **flags) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | flags)
+
+
+def resident_with(args, checkpoint: Checkpoint) -> int:
+    """What a command must keep, by arithmetic on the meta device. ValueError for more slots than bytes can be counted."""
+    model, _ = empty_model(checkpoint.args)
+    if args.quantization:
+        swap_layers(model, args.quantization, args.keep_head)
+    model.to(getattr(torch, args.precision))
+    try:
+        with torch.device("meta"):
+            model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
+    except (RuntimeError, OverflowError):
+        raise ValueError(f"{args.batch_size} x {args.cache_size} slots are too many: use a smaller --cache_size") from None
+    return resident_bytes(model)
+
+
+def cache_form(args) -> tuple[str, bool]:
+    """The cache kind, and whether the mask is the linear one."""
+    return args.kv_cache_quantization or "plain", args.linear_causal_mask
+
+
+def cheaper(args, checkpoint: Checkpoint, T: int) -> Iterator[tuple[str, dict]]:
+    """Changes of flags that save memory, (as typed, as a dict), those that cost least first: the mask changes no result, nor
+    does the chunk; then the cache; then the weights."""
+    choices = [
+        [(1, "--linear_causal_mask", dict(linear_causal_mask=True))] * (not args.linear_causal_mask),
+        [(2, f"--prefill_chunk {BLOCK}", dict(prefill_chunk=BLOCK))] * (min(args.prefill_chunk, T) > BLOCK),
+        [(4, "--kv_cache_quantization", dict(kv_cache_quantization="int8"))] * (args.kv_cache_quantization is None),
+        [(8 * n, f"--quantization {s}", dict(quantization=s)) for n, s in enumerate(("int8wo", "int4wo-64"), 1)]
+        * (args.quantization is None),
+    ]
+    options = product(*([(0, "", {}), *choice] for choice in choices))
+    for option in sorted(options, key=lambda option: sum(cost for cost, _, _ in option)):
+        flags = {name: value for _, _, change in option for name, value in change.items()}
+        if flags:
+            yield " ".join(text for _, text, _ in option if text), flags
+
+
+def suggestion(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gpu) -> str:
+    """The cheapest change of flags that makes a command fit, tried on the simulated card."""
+    text, flags = "", {}
+    for text, flags in cheaper(args, checkpoint, T):
+        changed = with_flags(args, **flags)
+        try:
+            if resident_with(changed, checkpoint) < gpu.usable:
+                p = simulate(rehearse, changed, checkpoint, T, gpu)
+                if p.spare(gpu) >= 0:
+                    return f"it would with {text} ({p.reserved / 1e9:.2f} GB)"
+        except ValueError:  # a scheme that this model cannot take
+            continue
+    slots = largest_context(rehearse, with_flags(args, **flags), checkpoint, gpu)
+    return (
+        f"the most is --cache_size {slots}{' with ' + text if text else ''}" if slots else "no change of flags makes it fit"
+    )
+
+
+def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> int:
+    """The largest --cache_size that fits when it is filled (prompt = slots less --max_new_tokens), in whole blocks of slots
+    up to the model's context; 0 if none does. Between a size that fits and one that does not, the next is interpolated
+    (the peak is nearly linear in the slots), and every third time halved."""
+
+    def spare(slots: int) -> int:
+        new = min(args.max_new_tokens, slots - 1)
+        filled = with_flags(args, cache_size=slots, max_new_tokens=new)
+        return simulate(rehearse, filled, checkpoint, slots - new, gpu).spare(gpu)
+
+    low, high = min(BLOCK, checkpoint.args.block_size), checkpoint.args.block_size
+    if (high_spare := spare(high)) >= 0:
+        return high
+    if low == high or (low_spare := spare(low)) < 0:
+        return 0
+    turn = 0
+    while high - low > BLOCK:
+        turn += 1
+        share = low_spare / (low_spare - high_spare) if turn % 3 else 0.5
+        middle = min(max(low + int(share * (high - low)), low + BLOCK), high - 1) // BLOCK * BLOCK
+        if (middle_spare := spare(middle)) >= 0:
+            low, low_spare = middle, middle_spare
+        else:
+            high, high_spare = middle, middle_spare
+    return low
+
+
+def find_gpu(text: str) -> Gpu:
+    """A card by its name; or by its gigabytes, where the one of that size counts that leaves least."""
+    if text in GPUS:
+        return GPUS[text]
+    try:
+        gb = float(text)
+        if not 0 < gb < 10**6:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--fit {text}: neither a number of GB nor a known card: {', '.join(GPUS)}") from None
+    same = [g for g in GPUS.values() if g.marketed_gb == gb]
+    if same:
+        return min(same, key=lambda g: g.visible)
+    return Gpu(f"a card of {text} GB", round(gb), int(gb * 1e9), (8, 0))
+
+
+def fit_table(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> Iterator[str]:
+    """The lines of `--fit`: the largest context for the flags given, and for every weight scheme and cache kind."""
+    limit, mask = checkpoint.args.block_size, "linear" if args.linear_causal_mask else "square"
+    yield f"{checkpoint.args.name} on {gpu.name}: {gpu.usable / 1e9:.2f} GB usable beside the CUDA context"
+    yield f"largest --cache_size, filled in chunks of {args.prefill_chunk}, {mask} mask; the model's context is {limit:,}"
+    yield ""
+    schemes = [checkpoint.quantization and args.quantization] if checkpoint.quantization else [None, *QUANTIZERS]
+    yield "  " + f"{'weights':14}" + "".join(f"{f'{kind} cache':>14}" for kind in KV_CACHES)
+    for scheme in schemes:
+        cells = []
+        for kind in KV_CACHES:
+            flags = with_flags(args, quantization=scheme, kv_cache_quantization=None if kind == "plain" else kind)
+            try:
+                slots = largest_context(rehearse, flags, checkpoint, gpu)
+                cells.append(f"{slots:,}" if slots else "none")
+            except ValueError:
+                cells.append("no such layers")
+        asked = scheme == args.quantization
+        yield "  " + f"{scheme or args.precision:14}" + "".join(f"{cell:>14}" for cell in cells) + ("  <" if asked else "")
+
+
+# --- before a real run ---
+
+
+def check_memory(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, device: torch.device) -> None:
+    """Refuse, before anything is loaded, what cannot fit: on CUDA by the predicted peak against what is free, elsewhere by
+    what must be there against the machine's memory. ValueError of one line, with what would fit."""
+    if args.force:
+        return
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        free += torch.cuda.memory_reserved(device)
+        gpu = Gpu(name, 0, free + CONTEXT, capability)  # the context is there already
+        refuse_what_cannot_fit(rehearse, args, checkpoint, T, gpu)
+        return
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = resident_with(args, checkpoint)
+    if not args.random_weights:  # weights of a file may stay there, mapped
+        needed -= resident_with(with_flags(args, cache_size=1), checkpoint)
+    if needed > total:
+        what = "caches, mask and random weights" if args.random_weights else "caches and mask"
+        raise ValueError(
+            f"{what} for {args.batch_size} x {args.cache_size} slots take {needed / 1e9:.1f} GB, and the {device.type} has "
+            f"{total / 1e9:.1f} GB in all: use a smaller --cache_size"
+        )
+
+
+def refuse_what_cannot_fit(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gpu) -> None:
+    """ValueError for a command whose predicted peak is more than the card has free."""
+    p = simulate(rehearse, args, checkpoint, T, gpu)
+    if p.spare(gpu) < 0:
+        raise ValueError(
+            f"needs {p.reserved / 1e9:.2f} GB on the card at its peak (phase '{p.at_peak[0]}'), {gpu.usable / 1e9:.2f} GB "
+            f"are free on {gpu.name}: {suggestion(rehearse, args, checkpoint, T, gpu)}; --force tries it all the same"
+        )
