@@ -273,7 +273,15 @@ def run_samples(
     return samples, samples[-1].ended
 
 
-def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps: Steps) -> float:
+def run_through(tokens: Iterator[Tensor], watch: Watch) -> None:
+    """Take all tokens; on a simulated card, up to where the steps repeat each other."""
+    states = set()
+    for _ in tokens:
+        if watch.repeats(states):
+            return
+
+
+def warm_up(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, watch: Watch | None = None) -> float:
     """Run the shapes that the prompt needs once: compiles them, reads mapped weights from disk. Returns seconds."""
     begin, T = time.perf_counter(), prompt.shape[1]
     lengths = {T % PREFILL_ROWS or PREFILL_ROWS}
@@ -284,8 +292,7 @@ def warm_up(model: Transformer, prompt: Tensor, args, sampling: Sampling, steps:
         finite = logits.isfinite().all()
         if not args.dry_run and not finite:
             raise ValueError("the model's logits are not finite: damaged weights, or numbers too large for --precision")
-        for _ in generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps):
-            pass
+        run_through(generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps), watch or Watch())
     synchronize(model.norm.weight.device)
     return time.perf_counter() - begin
 
@@ -303,14 +310,9 @@ def rehearse(card: Card, checkpoint: Checkpoint, args, T: int) -> Transformer:
     predict.watch_model(model, card)
     prompt, sampling, steps = torch.zeros(args.batch_size, T, dtype=torch.int64), sampling_of(args), Steps()
     card.phase = "warm-up"
-    warm_up(model, prompt, args, sampling, steps)
-    for _sample in card.distinct(range(args.num_samples), lambda i: "sample"):
-        states = set()
-        tokens = generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps, card)
-        for _token in tokens:
-            if card.repeats(states):
-                break
-        del tokens, _token  # nothing of a sample outlives it
+    warm_up(model, prompt, args, sampling, steps, card)
+    for _ in card.distinct(range(args.num_samples), lambda i: "sample"):
+        run_through(generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps, card), card)
     return model
 
 
@@ -456,7 +458,7 @@ def run_all(args, checkpoint: Checkpoint, tokenizer: Tokenizer | None, ids: list
     sampling, prompt = sampling_of(args), torch.tensor([ids] * args.batch_size)
     steps = compile_steps(device, args.compile, args.compile_prefill)
     watch.phase = "warm-up"
-    warm_s = warm_up(model, prompt, args, sampling, steps)
+    warm_s = warm_up(model, prompt, args, sampling, steps, watch)
     compile_s = warm_s if args.compile or args.compile_prefill else None
     if compile_s is not None:
         say(f"compiled in {compile_s:.1f} s")

@@ -235,13 +235,16 @@ class Watch:
         self.held: dict[str, list[tuple[int, int]]] = {}  # by category: (address, bytes) of every storage
 
     def name(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors are kept, and counted as `category`."""
-        storages = [t.untyped_storage() for t in tensors]
-        self.held.setdefault(category, []).extend((s.data_ptr(), s.nbytes()) for s in storages)
+        """These tensors are kept, and all that counts as `category`."""
+        self.held[category] = [(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)]
 
     def distinct(self, items: Iterable[T], key: Callable[[T], Hashable], memo: dict | None = None) -> Iterator[T]:
         """All items: on real memory nothing is left out."""
         return iter(items)
+
+    def repeats(self, states: set) -> bool:
+        """Whether the rest of a loop is known; on real memory it never is."""
+        return False
 
 
 class Card(Watch, TorchDispatchMode):

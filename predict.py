@@ -18,7 +18,7 @@ from checkpoint import empty_model
 from entries import Checkpoint
 from memory import COMMON, CONTEXT, GPUS, Card, Gpu, Repeated, Watch, simulated_cuda
 from model import Transformer
-from quantize import QUANTIZERS, swap_layers
+from quantize import QUANTIZERS, QuantizedLinear, swap_layers
 
 CATEGORIES = {
     "weights": "",
@@ -55,7 +55,15 @@ def watch_model(model: Transformer, card: Card) -> None:
     model.logits = logits
     model.register_forward_pre_hook(lambda *_: setattr(card, "scope", "activations"))
     model.layers = Repeated(model.layers, card)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.visit = blocks_of(module, card)
     card.scope = "activations"
+
+
+def blocks_of(layer: QuantizedLinear, card: Card) -> Callable[[range], Iterator[int]]:
+    """The blocks of a layer, less those that are like others."""
+    return lambda starts: card.distinct(starts, lambda start: min(starts.step, layer.shape[0] - start))
 
 
 # --- one prediction ---
@@ -204,7 +212,7 @@ def suggestion(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gp
             if resident_with(changed, checkpoint) < gpu.usable:
                 p = simulate(rehearse, changed, checkpoint, T, gpu)
                 if p.spare(gpu) >= 0:
-                    return f"it would with {text} ({p.reserved / 1e9:.2f} GB)"
+                    return f"it fits with {text} ({p.reserved / 1e9:.2f} GB)"
         except ValueError:  # a scheme that this model cannot take
             continue
     slots = largest_context(rehearse, with_flags(args, **flags), checkpoint, gpu)
@@ -215,29 +223,29 @@ def suggestion(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gp
 
 def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> int:
     """The largest --cache_size that fits when it is filled (prompt = slots less --max_new_tokens), in whole blocks of slots
-    up to the model's context; 0 if none does. Between a size that fits and one that does not, the next is interpolated
-    (the peak is nearly linear in the slots), and every third time halved."""
+    up to the model's context; 0 if none does. What must be there is a polynomial of the slots; what comes on top hardly
+    changes with them, and is taken from the last size that was simulated. So few sizes have to be: it ends with one that
+    fits and a next one that does not."""
 
-    def spare(slots: int) -> int:
+    def peak(slots: int) -> int:
         new = min(args.max_new_tokens, slots - 1)
         filled = with_flags(args, cache_size=slots, max_new_tokens=new)
-        return simulate(rehearse, filled, checkpoint, slots - new, gpu).spare(gpu)
+        return simulate(rehearse, filled, checkpoint, slots - new, gpu).reserved
 
-    low, high = min(BLOCK, checkpoint.args.block_size), checkpoint.args.block_size
-    if (high_spare := spare(high)) >= 0:
-        return high
-    if low == high or (low_spare := spare(low)) < 0:
-        return 0
-    turn = 0
-    while high - low > BLOCK:
-        turn += 1
-        share = low_spare / (low_spare - high_spare) if turn % 3 else 0.5
-        middle = min(max(low + int(share * (high - low)), low + BLOCK), high - 1) // BLOCK * BLOCK
-        if (middle_spare := spare(middle)) >= 0:
-            low, low_spare = middle, middle_spare
-        else:
-            high, high_spare = middle, middle_spare
-    return low
+    limit = checkpoint.args.block_size
+    base, one_more = (resident_with(with_flags(args, cache_size=n * BLOCK), checkpoint) for n in (1, 2))
+    square = 0 if args.linear_causal_mask else 1
+    per_slot = (one_more - base - square * 3 * BLOCK**2) / BLOCK
+    kept = lambda slots: base + per_slot * (slots - BLOCK) + square * (slots**2 - BLOCK**2)  # noqa: E731
+    sizes = [*range(BLOCK, limit, BLOCK), limit]
+    above, low, high = 0, -1, len(sizes)  # places in sizes: low fits, high does not
+    while high - low > 1:
+        fitting = sum(kept(n) + above <= gpu.usable for n in sizes)  # so many should fit
+        middle = min(max(fitting - 1, low + 1), high - 1)
+        reserved = peak(sizes[middle])
+        low, high = (middle, high) if reserved <= gpu.usable else (low, middle)
+        above = reserved - kept(sizes[middle])
+    return sizes[low] if low >= 0 else 0
 
 
 def find_gpu(text: str) -> Gpu:
@@ -257,24 +265,34 @@ def find_gpu(text: str) -> Gpu:
 
 
 def fit_table(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> Iterator[str]:
-    """The lines of `--fit`: the largest context for the flags given, and for every weight scheme and cache kind."""
+    """The lines of `--fit`: the largest context for the flags given, then for every weight scheme and cache kind."""
     limit, mask = checkpoint.args.block_size, "linear" if args.linear_causal_mask else "square"
-    yield f"{checkpoint.args.name} on {gpu.name}: {gpu.usable / 1e9:.2f} GB usable beside the CUDA context"
-    yield f"largest --cache_size, filled in chunks of {args.prefill_chunk}, {mask} mask; the model's context is {limit:,}"
-    yield ""
-    schemes = [checkpoint.quantization and args.quantization] if checkpoint.quantization else [None, *QUANTIZERS]
-    yield "  " + f"{'weights':14}" + "".join(f"{f'{kind} cache':>14}" for kind in KV_CACHES)
-    for scheme in schemes:
-        cells = []
-        for kind in KV_CACHES:
+    known = {}
+
+    def largest(scheme: str | None, kind: str) -> int:
+        """-1: the model has no layers that the scheme can take."""
+        if (scheme, kind) not in known:
             flags = with_flags(args, quantization=scheme, kv_cache_quantization=None if kind == "plain" else kind)
             try:
-                slots = largest_context(rehearse, flags, checkpoint, gpu)
-                cells.append(f"{slots:,}" if slots else "none")
+                known[scheme, kind] = largest_context(rehearse, flags, checkpoint, gpu)
             except ValueError:
-                cells.append("no such layers")
-        asked = scheme == args.quantization
-        yield "  " + f"{scheme or args.precision:14}" + "".join(f"{cell:>14}" for cell in cells) + ("  <" if asked else "")
+                known[scheme, kind] = -1
+        return known[scheme, kind]
+
+    slots = largest(args.quantization, cache_form(args)[0])
+    answer = f"--cache_size {slots}" if slots > 0 else "nothing fits"
+    answer += ", the model's whole context" if slots == limit else ""
+    form = f"{args.quantization or args.precision} weights, {cache_form(args)[0]} cache"
+    yield f"{checkpoint.args.name} on {gpu.name}, {gpu.usable / 1e9:.2f} GB usable beside the CUDA context: {answer}"
+    yield f"({form}, filled in chunks of {args.prefill_chunk})"
+    yield ""
+    yield f"  slots that fit with a {mask} mask, of {limit:,}"
+    yield f"  {'weights':14}" + "".join(f"{f'{kind} cache':>14}" for kind in KV_CACHES)
+    for scheme in [args.quantization] if checkpoint.quantization else [None, *QUANTIZERS]:
+        cells = [largest(scheme, kind) for kind in KV_CACHES]
+        yield f"  {scheme or args.precision:14}" + "".join(
+            f"{f'{n:,}' if n > 0 else 'none' if n == 0 else 'not possible':>14}" for n in cells
+        )
 
 
 # --- before a real run ---

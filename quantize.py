@@ -14,7 +14,7 @@ the packed copy is kept beside the codes, and counted. Elsewhere decode goes the
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,13 +125,27 @@ class QuantizedLinear(nn.Module):
     def forward(self, xs: list[Tensor], call: Call) -> list[Tensor]:
         if call.decode and self.packed:
             return [self.multiply_packed(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) for x in xs]
-        step, parts = self.block_rows(xs[0].dtype), []
-        for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
-            self.expand(start, stop, call)
-            weight = call.shared.weight_buffer[: (stop - start) * self.shape[1]].view(-1, self.shape[1])
-            parts.append([self.scale_outputs(F.linear(x, weight), start, stop) for x in xs])
-        return parts[0] if len(parts) == 1 else [torch.cat(blocks, -1) for blocks in zip(*parts, strict=True)]
+        n, step = self.shape[0], self.block_rows(xs[0].dtype)
+        if step >= n:
+            return self.multiply(xs, 0, n, call)
+        ys = [x.new_empty(*x.shape[:-1], n) for x in xs]
+        for start in self.visit(range(0, n, step)):
+            self.multiply_into(ys, xs, start, min(start + step, n), call)
+        return ys
+
+    def visit(self, starts: range) -> Iterable[int]:
+        """The first rows of the blocks; a dry run leaves out those that are like others."""
+        return starts
+
+    def multiply(self, xs: list[Tensor], start: int, stop: int, call: Call) -> list[Tensor]:
+        """The outputs of rows start..stop-1."""
+        self.expand(start, stop, call)
+        weight = call.shared.weight_buffer[: (stop - start) * self.shape[1]].view(-1, self.shape[1])
+        return [self.scale_outputs(F.linear(x, weight), start, stop) for x in xs]
+
+    def multiply_into(self, ys: list[Tensor], xs: list[Tensor], start: int, stop: int, call: Call) -> None:
+        for y, part in zip(ys, self.multiply(xs, start, stop, call), strict=True):
+            y[..., start:stop] = part
 
     def expand(self, start: int, stop: int, call: Call) -> None:
         """Write rows start..stop-1 to the start of `shared.weight_buffer`."""

@@ -1,4 +1,4 @@
-"""Checks what only a CUDA card can show, on random weights and in under three minutes: python scripts/gpu_check.py
+"""Checks what only a CUDA card can show, on random weights and in under five minutes: python scripts/gpu_check.py
 
 Parts print what they find as it comes, then a table; the exit status is 1 if one failed. Without a card all of them run at
 small sizes on the CPU: that tests this script, and says nothing about a card.
@@ -9,12 +9,15 @@ import gc
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,26 +30,46 @@ from torch._dynamo.utils import counters
 
 # A script's own folder is on the path, not the repository's root, where the modules stand.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import predict
 from attention import BLOCK, KV_CACHES, PREFILL_ROWS, round_up, scratch_bytes
 from checkpoint import random_model
-from generate import Sampling, Steps, compile_steps, generate, prefill
+from generate import (
+    DEFAULT_GPU,
+    Sampling,
+    Steps,
+    build_parser,
+    compile_steps,
+    find_model,
+    generate,
+    prefill,
+    read_tokens,
+    rehearse,
+    sampling_of,
+    set_up,
+    warm_up,
+)
+from inputs import fit_lengths, prompt_ids
 from measure import commit, device_name, synchronize
+from memory import CONTEXT, GPUS, MIB, Gpu, Watch
 from model import ModelArgs, Transformer, causal_triangle, prefill_plan, rope_table
+from snapshot import Recorder, simulated_snapshot, write_snapshot
 
-TOTAL_S = 160  # for all parts together; one that is compiling when its time ends runs a little over
+TOTAL_S = 280  # for all parts together; one that is compiling when its time ends runs a little over
 GREEDY = Sampling(temperature=0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPERATOR_LIMITS = {FP32: 3e-6, BF16: 5e-3, FP16: 1e-3}  # ||out - ref|| / ||ref||
 COMPILED_LIMITS = {FP32: 1e-4, BF16: 5e-2, FP16: 6e-3}  # the same of logits: a compiled graph rounds at other places
+PEAK_LIMIT = 0.02  # of the measured peak, for the predicted one: what a kernel allocates inside itself is not simulated
 INT8_LIMIT = 0.015  # what 8 bits may change in stored values; a plain cache only rounds to its dtype
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts run, and so how large everything is."""
+    """Where the parts run, and so how large everything is; and the folder for memory snapshots, if they are kept."""
 
     device: torch.device
     card: bool
+    out: Path | None = None
 
     def pick(self, on_card, on_cpu):
         return on_card if self.card else on_cpu
@@ -79,17 +102,26 @@ class Part:
         print(f"{self.name}: {'' if ok else 'FAIL '}{what}: {', '.join(shown)}", flush=True)
         self.failures += [] if ok else [what]
 
+    def note(self, text: str) -> None:
+        """What is neither right nor wrong, for the table too."""
+        print(f"{self.name}: {text}", flush=True)
+        self.summary.append(text)
+
+    @property
+    def left_s(self) -> float:
+        return self.begin + self.budget_s - time.perf_counter()
+
     def each(self, work: Iterable) -> Iterator:
         """Pieces of work until the time is used up."""
         for piece in work:
-            if time.perf_counter() - self.begin > self.budget_s:
+            if self.left_s < 0:
                 print(f"{self.name}: stops early, its {self.budget_s:.0f} s are used up", flush=True)
                 self.cut = True
                 return
             yield piece
 
     def column(self, figure: str, of: str = "") -> list:
-        return [f[figure] for what, f in self.figures.items() if what.startswith(of)]
+        return [f[figure] for what, f in self.figures.items() if what.startswith(of) and figure in f]
 
 
 def spoil(*tensors: Tensor) -> None:
@@ -350,10 +382,230 @@ def rates(part: Part, place: Place) -> None:
         part.check(True, f"attend decode {kind} H/K 32/8 D 128, n {n}", **figures)
 
 
+# --- memory: what --dry_run predicts, against the card ---
+
+KEPT = (*predict.KEPT, "scratch")  # categories of what stands in named tensors
+INT4 = "int4wo-64 + kv_quant + linear"
+ROWS = {  # name -> flags of generate.py
+    "normal": ("--no-linear_causal_mask",),
+    "kv_quant": ("--no-linear_causal_mask", "--kv_cache_quantization"),
+    "kv_quant + linear": ("--kv_cache_quantization",),
+    INT4: ("--quantization", "int4wo-64", "--kv_cache_quantization"),
+}
+NEW_TOKENS = 8
+
+
+@dataclass
+class Taken:
+    """Bytes that a run took, simulated or real: what is kept, by category; peaks of torch's allocator (0: no card)."""
+
+    kept: dict[str, int]
+    allocated: int = 0
+    reserved: int = 0
+
+    def categories(self) -> dict[str, int]:
+        """The peak's parts. What is kept is counted as its tensors are, so the rounding of blocks falls to what else there
+        is: activations, logits, the workspace of cuBLAS, blocks of weights on their way."""
+        more = {"everything else": self.allocated - sum(self.kept.values()), "fragmentation": self.reserved - self.allocated}
+        return dict.fromkeys(KEPT, 0) | self.kept | more
+
+
+def compare_memory(simulated: Taken, real: Taken) -> tuple[bool, dict]:
+    """Whether they agree: what is kept to the byte; the peak, where there is one, within PEAK_LIMIT. And the figures."""
+    differ = [c for c in KEPT if simulated.kept.get(c) != real.kept.get(c)]
+    right = not differ and {"weights", "KV cache"} <= real.kept.keys()
+    pairs = {c: [taken.kept.get(c, 0) for taken in (simulated, real)] for c in differ}
+    figures = dict(kept_bytes=real.kept, simulated_and_kept_bytes_that_differ=pairs)
+    if not real.reserved:
+        return right, figures
+    off, sums = simulated.reserved - real.reserved, (simulated.categories(), real.categories())
+    sums = {c: [round(x[c] / 1e6, 1) for x in sums] for c in sums[0]}
+    return right and abs(off) <= PEAK_LIMIT * real.reserved, figures | dict(
+        simulated_MB=simulated.reserved / 1e6, measured_MB=real.reserved / 1e6, off_MB=off / 1e6,
+        off_percent=100 * off / real.reserved, limit_percent=100 * PEAK_LIMIT,
+        simulated_and_measured_MB_where_they_differ={c: pair for c, pair in sums.items() if pair[0] != pair[1]},
+    )  # fmt: skip
+
+
+def held_bytes(watch: Watch) -> dict[str, int]:
+    """What the tensors hold that a watch was told of, each counted once."""
+    sums = {category: sum(dict(storages).values()) for category, storages in watch.held.items()}
+    return {category: sums[category] for category in KEPT if sums.get(category)}
+
+
+def snapshot_bytes(snapshot: dict) -> dict[str, int]:
+    """The same of a memory snapshot: the bytes asked for and never freed."""
+    live = {}
+    for e in (e for events in snapshot["device_traces"] for e in events):
+        if e["action"] == "alloc":
+            live[e["addr"]] = e
+        elif e["action"] == "free_completed":
+            live.pop(e["addr"], None)
+    sums = {category: sum(e["size"] for e in live.values() if e["category"] == category) for category in KEPT}
+    return {category: size for category, size in sums.items() if size}
+
+
+def this_card(place: Place) -> Gpu:
+    """The card as `predict.check_memory` sees it, with what is free; without one, a card that the small rows fit."""
+    if not place.card:
+        return GPUS[DEFAULT_GPU]
+    free = torch.cuda.mem_get_info(place.device)[0] + torch.cuda.memory_reserved(place.device)
+    name, capability = torch.cuda.get_device_name(place.device), torch.cuda.get_device_capability(place.device)
+    return Gpu(name, 0, free + CONTEXT, capability)  # the context is there already
+
+
+class Timed(Recorder):
+    """Ends a prompt between two chunks when its time is used up."""
+
+    end = math.inf
+
+    def distinct(self, items, key, memo=None):
+        for item in items:
+            if time.perf_counter() > self.end:
+                raise TimeoutError(f"stopped after {self.phase}")
+            yield item
+
+
+class MemoryRow:
+    """One command of generate.py, to be simulated and run. On a CPU in float32, since kernels for a CPU in bfloat16 keep a
+    second copy of quantized weights, which no card does."""
+
+    def __init__(self, part: Part, place: Place, gpu: Gpu, row: str, tokens: int):
+        model, slots, chunk = place.pick(("Llama-3.1-8B", 131072, 512), ("tiny", 256, 64))
+        text = f"--random_weights {model} --cache_size {slots} --max_new_tokens {NEW_TOKENS} --prefill_chunk {chunk}"
+        text += f" --prompt_tokens {tokens} --precision {place.pick('bfloat16', 'float32')}"
+        self.part, self.place, self.gpu, self.what = part, place, gpu, f"{row}, {tokens} tokens"
+        self.args = build_parser().parse_args([*text.split(), *ROWS[row]])
+        self.checkpoint, tokenizer = find_model(self.args, place.device)
+        self.ids = prompt_ids(self.args, self.checkpoint.args, tokenizer)
+        fit_lengths(self.args, self.checkpoint.args, len(self.ids))
+
+    def run(self, path: str | None, end: float) -> tuple[Transformer, Taken]:
+        """What generate.py does from loading on. Of what was there before, a workspace of cuBLAS and its segment serve this
+        run as well; the rest is not this run's."""
+        release()
+        device, before = self.place.device, (0, 0)
+        if self.place.card:
+            before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        with Timed(path, device) as watch:
+            model, _ = set_up(self.args, self.checkpoint, device, watch)
+            sampling, prompt, steps = sampling_of(self.args), torch.tensor([self.ids]), Steps()
+            watch.phase = "warm-up"
+            warm_up(model, prompt, self.args, sampling, steps, watch)
+            watch.end = end
+            torch.manual_seed(self.args.seed)
+            tokens = generate(model, prompt, NEW_TOKENS, sampling, self.args.prefill_chunk, steps, watch)
+            try:
+                for _ in read_tokens(tokens, device):
+                    pass
+            except TimeoutError as e:
+                self.part.note(f"{self.what}: {e}")
+                self.part.cut = True
+            synchronize(device)
+            if not self.place.card:
+                return model, Taken(held_bytes(watch))
+            peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            serves = self.gpu.workspace, max(self.gpu.workspace, 20 * MIB)
+            return model, Taken(held_bytes(watch), *(p - max(b - s, 0) for p, b, s in zip(peaks, before, serves)))
+
+    def check(self, folder: Path | None = None, end: float = math.inf) -> Transformer | None:
+        """Simulate, run, compare; with a folder, snapshots of both. Returns the model, unless it does not fit."""
+        begin, part = time.perf_counter(), self.part
+        prediction, figures = None, {}
+        try:
+            prediction = predict.simulate(rehearse, self.args, self.checkpoint, len(self.ids), self.gpu)
+            seconds, (phase, at_peak) = time.perf_counter() - begin, prediction.at_peak
+            at_peak = {c: round(size / 1e6, 1) for c, size in at_peak.items() if c not in KEPT}
+            figures |= dict(simulated_in_s=seconds, simulated_peak_in_phase=phase, simulated_then_besides_kept_MB=at_peak)
+            snapshot = simulated_snapshot(prediction.card)
+        except Exception as e:  # what is measured is worth having all the same
+            part.check(False, f"simulation of {self.what}", error=f"{type(e).__name__}: {e}"[:400])
+        if prediction and prediction.spare(self.gpu) < 0:
+            peak, free = prediction.reserved / 1e9, self.gpu.usable / 1e9
+            part.note(f"{self.what}: skipped, {peak:.2f} GB predicted and {free:.2f} GB free")
+            return None
+        path = str(folder / "measured.pickle") if folder else None
+        begin = time.perf_counter()
+        try:
+            model, real = self.run(path, end)
+        except OSError as e:  # out of memory, in one line: the next row may fit
+            part.check(False, self.what, **figures, error=str(e)[:400])
+            return None
+        figures["run_in_s"] = time.perf_counter() - begin
+        if prediction is None:
+            sums = {c: round(size / 1e6, 1) for c, size in real.categories().items()}
+            part.check(True, f"{self.what}, measured alone", **figures, measured_MB=real.reserved / 1e6, of_which_MB=sums)
+            return model
+        allocator = prediction.card.allocator
+        simulated = Taken(snapshot_bytes(snapshot), allocator.peak_allocated, allocator.peak_reserved)
+        right, found = compare_memory(simulated, real)
+        part.check(right, self.what, **figures, **found)
+        if self.place.card:
+            off = found["off_percent"]
+            part.summary.append(f"{self.what}: {real.reserved / 1e9:.2f} GB, simulated {off:+.1f} %")
+        if folder:
+            write_snapshot(str(folder / "simulated.pickle"), snapshot)
+            with open(path, "rb") as f:
+                recorded = snapshot_bytes(pickle.load(f))
+            files = path.replace("measured", "{measured,simulated}") if folder == self.place.out else None
+            part.check(recorded == real.kept, "recorded snapshot", tensors=real.kept, snapshot=recorded, files=files)
+        return model
+
+
+def affordable_chunks(part: Part, place: Place, model: Transformer, chunk: int, spare_s: float) -> int:
+    """For how many chunks of a prompt there is time, by measuring one and a few: n of them take a n + b n^2, since each
+    attends to all before it."""
+    few = place.pick(8, 3)
+    prompts = [prompt_of(model.args, n * chunk) for n in (1, few)]
+    prefill(model, prompts[0], chunk)  # warm-up
+    one, several = (place.timed(partial(prefill, model, prompt, chunk)) for prompt in prompts)
+    b = max(several - few * one, 0) / (few * few - few)
+    a, seconds = max(one - b, 1e-9), max(0.8 * (part.left_s - spare_s), 0)
+    return int(2 * seconds / (a + math.sqrt(a * a + 4 * b * seconds)))
+
+
+def memory(part: Part, place: Place) -> None:
+    """The simulated peak against the one that torch's allocator reports, row by row, each with a model loaded anew; the last
+    row again with as much of its context filled as there is time for. Without a card there is no peak: the simulated
+    tensors' bytes are compared with those of the real ones."""
+    gpu = this_card(place)
+    if not place.card:
+        print("memory: bytes of tensors on the CPU, simulated and real: no statement about a card", flush=True)
+    for name in filter(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        part.note(f"{name} is set, and the simulation is of the default settings")
+    row, begin, refused, works = MemoryRow(part, place, gpu, INT4, 6), time.perf_counter(), None, True
+    try:
+        predict.check_memory(rehearse, row.args, row.checkpoint, len(row.ids), place.device)
+    except Exception as e:
+        refused, works = f"{type(e).__name__}: {e}"[:400], isinstance(e, ValueError)
+    part.check(works, "check before a run", seconds=time.perf_counter() - begin, wanted_s=2, refused=refused)
+    model, row_s = None, 0.0
+    with nullcontext(place.out) if place.out else tempfile.TemporaryDirectory() as folder:
+        for name in part.each(ROWS):
+            model, begin = None, time.perf_counter()  # the last row's model goes before the next one comes
+            model = MemoryRow(part, place, gpu, name, 6).check(Path(folder) if name == INT4 else None)
+            row_s = time.perf_counter() - begin
+    chunks, chunk, slots = 0, row.args.prefill_chunk, row.args.cache_size
+    if model is not None and not part.cut:
+        chunks = min(affordable_chunks(part, place, model, chunk, row_s), (slots - NEW_TOKENS) // chunk)
+    if not chunks:
+        part.note(f"no row with its context filled: {'no such model' if model is None else 'no time left'}")
+        return
+    model = None
+    part.note(f"filled: {chunks * chunk:,} of {slots:,} slots")
+    MemoryRow(part, place, gpu, INT4, chunks * chunk).check(end=part.begin + part.budget_s)
+    if not place.card:
+        compared = part.column("simulated_and_kept_bytes_that_differ")
+        part.summary.append(
+            f"{sum(map(bool, compared))} of {len(compared)} simulated commands differ from the CPU's tensors"
+        )
+
+
 # name -> (function, seconds it may take)
 PARTS: dict[str, tuple[Callable[[Part, Place], None], float]] = {
     "operator": (operator, 15), "chunks": (chunks, 45), "repeat": (repeat, 15),
     "compiled": (compiled, 35), "graphs": (graphs, 25), "rates": (rates, 20),
+    "memory": (memory, 120),
 }  # fmt: skip
 
 
@@ -390,21 +642,30 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--json", metavar="FILE", help="write one JSON object per part, a line each")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where the part memory writes measured.pickle and simulated.pickle, for "
+        "scripts/plot_memory.py (default: the folder of --json; without both they are not kept)",
+    )
     args = parser.parse_args(argv)
     begin, card, rows = time.perf_counter(), torch.cuda.is_available(), [("part", "verdict", "key figures")]
-    place = Place(torch.device("cuda:0" if card else "cpu"), card)
+    out = Path(args.out) if args.out else Path(args.json).parent if args.json else None
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    place = Place(torch.device("cuda:0" if card else "cpu"), card, out)
     env = environment(place)
     print(", ".join(f"{k} {v}" for k, v in env.items()), flush=True)
     if not card:
         torch.set_num_threads(1)  # sizes this small only wait for a second thread
         print("no CUDA here: small sizes on the CPU, nothing below is a statement about a card", flush=True)
-    with open(args.json or os.devnull, "w") as out:
+    with open(args.json or os.devnull, "w") as lines:
         for name in args.only:
             part = Part(name, min(PARTS[name][1], TOTAL_S - (time.perf_counter() - begin)))
             verdict, seconds = run_part(part, place), time.perf_counter() - part.begin
             rows.append((name, verdict, "; ".join([f"{seconds:.1f} s", *part.summary])))
             result = dict(part=name, verdict=verdict, seconds=seconds, environment=env)
-            print(json.dumps(result | vars(part)), file=out, flush=True)
+            print(json.dumps(result | vars(part)), file=lines, flush=True)
             release()
     print(f"\n{time.perf_counter() - begin:.0f} s in all", flush=True)
     for name, verdict, figures in rows:
