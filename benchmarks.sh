@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The sweep: every context x {normal, kv_quant, kv_quant+linear}, and at the smallest context the weight schemes. A cell that
-# fails is recorded and the sweep goes on; a table ends it. Status 1 if every cell failed. All from the environment:
+# benchmarks.sh: the sweep of speed, every context x {normal, kv_quant, kv_quant+linear}, and at the smallest context the
+# weight schemes. benchmarks.sh memory: the peak memory of those and of int4wo-64+kv_quant+linear, each with a prompt of 6
+# tokens and with the context filled; simulated, and on a CUDA card measured too. A cell that fails is recorded and the sweep
+# goes on; a table ends it. Status 1 if every cell failed. All from the environment:
 #   MODEL           a checkpoint, or a known configuration's name. Random weights where there is no checkpoint of that name
 #   OUT             JSON lines, appended to (default results/<date>.jsonl)
 #   CONTEXTS MODES  slots of the KV cache; rows of the sweep (see below)
@@ -8,6 +10,9 @@
 #   DEVICE COMPILE  cpu, cuda, ... (default: cuda if present); COMPILE=1 compiles decode, as is the default on cuda
 #   NUM_SAMPLES MAX_NEW_TOKENS
 #   FLAGS           more flags of generate.py, split at spaces, such as "--prompt_tokens 4000 --precision float32"
+# and for memory:
+#   MODEL           known configurations, split at spaces (default: Llama-3.1-8B Llama-3.1-70B)
+#   GPU CHUNKS      the simulated card; values of --prefill_chunk for the filled contexts (default: a100-80, 512)
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/scripts/common.sh"
 
@@ -16,14 +21,22 @@ mode_flags() {
     normal) echo "--no-linear_causal_mask" ;;
     kv_quant) echo "--no-linear_causal_mask --kv_cache_quantization" ;;
     kv_quant+linear) echo "--kv_cache_quantization" ;;
-    *) say "MODES: $1 is none of normal, kv_quant, kv_quant+linear"; return 2 ;;
+    int4wo-64+kv_quant+linear) echo "--kv_cache_quantization --quantization int4wo-64" ;;
+    *) say "MODES: $1 is none of normal, kv_quant, kv_quant+linear, int4wo-64+kv_quant+linear"; return 2 ;;
   esac
 }
 
-MODEL=${MODEL:-checkpoints/SmolLM2-135M-Instruct}
+what=${1:-speed}
+default_modes="normal kv_quant kv_quant+linear"
+case "$# $what" in
+  "0 speed" | "1 speed") MODEL=${MODEL:-checkpoints/SmolLM2-135M-Instruct} ;;
+  "1 memory") MODEL=${MODEL:-Llama-3.1-8B Llama-3.1-70B} default_modes+=" int4wo-64+kv_quant+linear" ;;
+  *) die "usage: benchmarks.sh [speed | memory]; all else comes from the environment" ;;
+esac
 OUT=${OUT:-results/$(date +%Y-%m-%d-%H%M%S).jsonl}
+read -ra chunks <<<"${CHUNKS:-512}"
 read -ra contexts <<<"${CONTEXTS:-8192 16384 32768 65536 131072}"
-read -ra modes <<<"${MODES:-normal kv_quant kv_quant+linear}"
+read -ra modes <<<"${MODES:-$default_modes}"
 read -ra schemes <<<"${SCHEMES:-none int8wo int4wo-64}"
 read -ra more <<<"${FLAGS:-}"
 for mode in "${modes[@]}"; do mode_flags "$mode" >/dev/null || exit; done
@@ -39,28 +52,17 @@ fi
 DEVICE=${DEVICE:-$("$PY" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
 case $DEVICE in cuda*) COMPILE=${COMPILE:-1} ;; esac
 
-common=(--device "$DEVICE" --num_samples "${NUM_SAMPLES:-3}" --max_new_tokens "${MAX_NEW_TOKENS:-100}" --ignore_eos)
-if [ "${COMPILE:-0}" = 1 ]; then common+=(--compile); fi
-if [ -e "$MODEL" ]; then
-  common+=(--checkpoint_path "$MODEL")
-else
-  # the configuration that a folder of this name would have
-  name=$(basename -- "$MODEL" | sed -E 's/^Meta-//; s/(-hf|-chat|-Instruct)+$//')
-  say "no checkpoint at '$MODEL': random weights of $name"
-  common+=(--random_weights "$name")
-fi
 mkdir -p "$(dirname -- "$OUT")"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 interrupted=0 cells=0 failed=0
 trap 'interrupted=1' INT # a cell ends itself at Ctrl-C, and records what it has
 
-# cell CONTEXT MODE SCHEME: one run, its notes shown as they come; a failure becomes a line of OUT.
+# cell FLAG...: one run of generate.py, its notes shown as they come; a failure becomes a line of OUT.
 cell() {
-  local flags=() status=0
-  read -ra flags <<<"--cache_size $1 $(mode_flags "$2")"
-  if [ "$3" != none ]; then flags+=(--quantization "$3"); fi
-  set -- generate.py "${common[@]}" "${flags[@]}" ${more[@]+"${more[@]}"} --write_result "$OUT"
+  local status=0
+  if [ "$interrupted" = 1 ]; then return; fi
+  set -- generate.py "$@" ${more[@]+"${more[@]}"} --write_result "$OUT"
   printf '\n%s\n' "$*" >&2
   # Where memory runs out, the system shall end the cell and nothing else.
   (
@@ -81,19 +83,65 @@ print(json.dumps({"date": date, "command": shlex.join(["python", *command]), "er
 ' "$error" "$status" "$@" >>"$OUT"
 }
 
-for context in "${contexts[@]}"; do
-  for mode in "${modes[@]}"; do
-    here=(none)
-    if [ "$context" = "$smallest" ] && [ "$mode" = "$last_mode" ]; then here=("${schemes[@]}"); fi
-    for scheme in "${here[@]}"; do
-      if [ "$interrupted" = 0 ]; then cell "$context" "$mode" "$scheme"; fi
+sweep_speed() {
+  local common context mode scheme flags here name
+  common=(--device "$DEVICE" --num_samples "${NUM_SAMPLES:-3}" --max_new_tokens "${MAX_NEW_TOKENS:-100}" --ignore_eos)
+  if [ "${COMPILE:-0}" = 1 ]; then common+=(--compile); fi
+  if [ -e "$MODEL" ]; then
+    common+=(--checkpoint_path "$MODEL")
+  else
+    # the configuration that a folder of this name would have
+    name=$(basename -- "$MODEL" | sed -E 's/^Meta-//; s/(-hf|-chat|-Instruct)+$//')
+    say "no checkpoint at '$MODEL': random weights of $name"
+    common+=(--random_weights "$name")
+  fi
+  for context in "${contexts[@]}"; do
+    for mode in "${modes[@]}"; do
+      here=(none)
+      if [ "$context" = "$smallest" ] && [ "$mode" = "$last_mode" ]; then here=("${schemes[@]}"); fi
+      for scheme in "${here[@]}"; do
+        read -ra flags <<<"--cache_size $context $(mode_flags "$mode")"
+        if [ "$scheme" != none ]; then flags+=(--quantization "$scheme"); fi
+        cell "${common[@]}" "${flags[@]}"
+      done
     done
   done
-done
+}
+
+# A filled context leaves room for the new tokens.
+sweep_memory() {
+  local new=${MAX_NEW_TOKENS:-64} models model context mode chunk flags
+  read -ra models <<<"$MODEL"
+  for model in "${models[@]}"; do
+    for context in "${contexts[@]}"; do
+      for mode in "${modes[@]}"; do
+        read -ra flags <<<"--random_weights $model --cache_size $context --max_new_tokens $new $(mode_flags "$mode")"
+        memory_cells "${flags[@]}" --prompt_tokens 6
+        for chunk in "${chunks[@]}"; do
+          memory_cells "${flags[@]}" --prompt_tokens $((context - new)) --prefill_chunk "$chunk"
+        done
+      done
+    done
+  done
+}
+
+memory_cells() {
+  cell "$@" --dry_run --gpu "${GPU:-a100-80}"
+  case $DEVICE in cuda*) cell "$@" --device "$DEVICE" ;; esac
+}
+
+case $what in
+  speed) sweep_speed ;;
+  memory) sweep_memory ;;
+esac
 
 printf '\n%s\n' "$cells cells, $failed failed, $SECONDS s; $OUT" >&2
 status=0
-"$PY" scripts/summarize.py "$OUT" || status=$?
+if [ "$what" = memory ] && [ ${#chunks[@]} = 1 ]; then
+  "$PY" scripts/plot_results.py "$OUT" --markdown --out "${OUT%.jsonl}.png" || status=$?
+else
+  "$PY" scripts/summarize.py "$OUT" || status=$?
+fi
 if [ "$interrupted" = 1 ]; then exit 130; fi
 if [ "$failed" -eq "$cells" ]; then status=1; fi
 exit "$status"

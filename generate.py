@@ -281,7 +281,7 @@ def run_through(tokens: Iterator[Tensor], watch: Watch) -> None:
             return
 
 
-def warm_up(model, prompt: Tensor, args, sampling: Sampling, steps: Steps, watch: Watch | None = None) -> float:
+def warm_up(model, prompt: Tensor, args, sampling, steps: Steps, watch: Watch | None = None) -> float:
     """Run the shapes that the prompt needs once: compiles them, reads mapped weights from disk. Returns seconds."""
     begin, T = time.perf_counter(), prompt.shape[1]
     lengths = {T % PREFILL_ROWS or PREFILL_ROWS}
@@ -402,11 +402,12 @@ def profile_generation(path: str, model: Transformer, prompt: Tensor, args, samp
 
 def check_flags(args) -> None:
     """What contradicts itself, and files that cannot be written."""
-    simulated = "--fit" if args.fit is not None else "--dry_run" if args.dry_run else None
-    if simulated:
-        for flag in ("profile", "device"):
-            if getattr(args, flag) is not None and not str(args.device).startswith("cuda"):
-                raise ValueError(f"{simulated} runs nothing, and simulates CUDA: leave --{flag} out")
+    simulated = "--fit" if args.fit is not None else "--dry_run"
+    if args.fit is not None or args.dry_run:
+        if args.profile is not None:
+            raise ValueError(f"{simulated} runs nothing that could be profiled: leave --profile out")
+        if args.device is not None and not args.device.startswith("cuda"):
+            raise ValueError(f"{simulated} simulates a CUDA card: leave --device {args.device} out")
     if args.fit is not None:
         for flag in ("cache_size", "prompt", "prompt_file", "prompt_tokens", "memory_profile", "write_result"):
             if getattr(args, flag) is not None:
@@ -491,6 +492,8 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         dry_run(args, checkpoint, len(ids))
         return 0
+    if args.memory_profile is not None:
+        say("note: every allocation is recorded, which makes everything slower")
     with Recorder(args.memory_profile, device) as watch:
         return run_all(args, checkpoint, tokenizer, ids, device, watch)
 

@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "snapshot": {"memory"}, "measure": {"model", "attention"}, "inputs": {"model", "tokenizer"}, "entries": {"model"},
     "gguf_file": {"entries", "model", "tokenizer"}, "checkpoint": {"entries", "model", "gguf_file"},
     "quantize": {"attention", "model", "entries", "checkpoint", "cli"},
-    "predict": {"attention", "model", "entries", "checkpoint", "quantize", "memory"},
+    "predict": {"attention", "model", "entries", "checkpoint", "quantize", "memory", "measure"},
     "generate": {
         "attention", "model", "entries", "checkpoint", "quantize", "predict", "memory", "snapshot", "measure", "inputs",
         "tokenizer", "cli",
