@@ -138,7 +138,12 @@ esac
 printf '\n%s\n' "$cells cells, $failed failed, $SECONDS s; $OUT" >&2
 status=0
 if [ "$what" = memory ] && [ ${#chunks[@]} = 1 ]; then
-  "$PY" scripts/plot_results.py "$OUT" --markdown --out "${OUT%.jsonl}.png" || status=$?
+  "$PY" scripts/plot_results.py "$OUT" --markdown || status=$?
+  if "$PY" -c 'import matplotlib' 2>/dev/null; then
+    "$PY" scripts/plot_results.py "$OUT" --out "${OUT%.jsonl}.png" 2>/dev/null || status=$?
+  else
+    say "for a picture: pip install matplotlib, then scripts/plot_results.py $OUT"
+  fi
 else
   "$PY" scripts/summarize.py "$OUT" || status=$?
 fi

@@ -98,10 +98,13 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
     dtypes = {n: dtype if n in parameters else t.dtype for n, t in expected.items()}
     weights = {n: _mapped(e, device, dtypes[n]) for n, e in entries.items() if n in expected}
     unread = {n for n, t in weights.items() if t is None}
-    # First all memory, then the rows: what is allocated among the temporaries of reading leaves holes, up to 60 % more.
-    weights |= {n: torch.empty(entries[n].shape, dtype=dtypes[n], device=device) for n in unread}
-    for name in takers.keys() & entries.keys():
-        takers[name].to_empty(device=device)
+    # First all memory, then the rows: what is allocated among the temporaries of reading leaves holes, up to 60 % more. And
+    # the largest first: smaller ones fit into what those leave of an allocator's segments.
+    for name in sorted(entries, key=lambda n: -math.prod(entries[n].shape)):
+        if name in takers:
+            takers[name].to_empty(device=device)
+        elif name in unread:
+            weights[name] = torch.empty(entries[name].shape, dtype=dtypes[name], device=device)
     for name, entry in tqdm(entries.items(), "loading", leave=False, delay=2, disable=None):  # None: no bar in a log
         for start, rows in numbered(entry) if name in takers else ():
             takers[name].take_rows(start, rows.to(device))

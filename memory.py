@@ -194,8 +194,7 @@ class _Indexing(TorchFunctionMode):
         if func is torch.Tensor.__setitem__:
             target, index, value = args
             view = _index(target, index)
-            value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=view.dtype, device=view.device)
-            torch.ops.aten.copy_(view, value)
+            torch.ops.aten.copy_(view, value) if isinstance(value, torch.Tensor) else torch.ops.aten.fill_(view, value)
             return None
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_(*args, **(kwargs or {}))

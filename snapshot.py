@@ -79,8 +79,12 @@ def category_of(functions: list[str]) -> str:
 
 
 def name_events(events: list[dict], watch: Watch) -> list[dict]:
-    """Give what is kept its category: an allocation that is not freed later, at an address that `watch` names."""
-    names = {address: category for category, storages in watch.held.items() for address, _ in storages}
+    """Give what `watch` names its category: the last allocation at that address which is large enough. (It may have been
+    freed by now, with the model.) A free takes the category of its allocation."""
+    names = {address: (size, category) for category, kept in watch.held.items() for address, size in kept}
+    for e in reversed(events):
+        if e["action"] == "alloc" and e["addr"] in names and e["size"] >= names[e["addr"]][0]:
+            e["category"] = names.pop(e["addr"])[1]
     live = {}
     for e in events:
         if e["action"] == "alloc":
@@ -88,9 +92,9 @@ def name_events(events: list[dict], watch: Watch) -> list[dict]:
         elif e["action"] == "free_completed":
             freed = live.pop(e["addr"], None)
             e["category"] = freed["category"] if freed else "unknown"
-    for address, e in live.items():
-        workspace = e["size"] in WORKSPACES and e["category"] == "activations"
-        e["category"] = names.get(address, "workspace" if workspace else e["category"])
+    for e in live.values():
+        if e["category"] == "activations" and e["size"] in WORKSPACES:
+            e["category"] = "workspace"
     return events
 
 

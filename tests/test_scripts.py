@@ -338,3 +338,20 @@ def test_a_sweep_where_all_fails(tmp_path):
     assert out.splitlines()[-1].startswith(row) and "status 2: argument --random_weights: invalid choice" in out
     status, out, err = sweep(tmp_path / "none.jsonl", MODES="fast")
     assert status == 2 and out == "" and "fast" in err and not (tmp_path / "none.jsonl").exists()
+
+
+def test_the_memory_sweep(tmp_path):
+    """Every mode with a short prompt and with the context filled; the table says what was simulated."""
+    file = tmp_path / "m.jsonl"
+    small = {"MODEL": "tiny", "DEVICE": "cpu", "OUT": str(file), "CONTEXTS": "256", "MAX_NEW_TOKENS": "8"}
+    modes = "normal int4wo-64+kv_quant+linear"
+    status, out, err = bash("benchmarks.sh", "memory", **small, MODES=modes)
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    assert status == 0 and "4 cells, 0 failed" in err and out.count("(simulated)") == 2
+    assert [(r["prompt_tokens"], r["quantization"]) for r in results] == [
+        (6, None), (248, None), (6, "int4wo-64"), (248, "int4wo-64"),
+    ]  # fmt: skip
+    assert all(r["peak_memory_source"] == "simulated" and "--dry_run" in r["command"] for r in results)
+    assert file.with_suffix(".png").stat().st_size > 1000
+    status, out, err = bash("benchmarks.sh", "speeed")
+    assert status == 1 and "usage" in err
