@@ -91,10 +91,10 @@ class Checkpoint:
     def tokenizer_source(self) -> Path | dict[str, dict]:
         return self.tokenizer_files() if self.tokenizer_files else self.folder
 
-    def hollow(self, visit: Callable[[str, Iterable], Iterable]) -> "Checkpoint":
-        """The same for a dry run: no weight is read, and `visit` picks the spans of an entry, by its name."""
+    def hollow(self, visit: Callable[[Entry, Iterable], Iterable]) -> "Checkpoint":
+        """The same for a dry run: no weight is read, and `visit` picks the spans of an entry."""
         hollow = [replace(e, parts=[p.hollow() for p in e.parts]) for e in self.entries(False)]
-        hollow = [replace(e, visit=functools.partial(visit, e.name)) for e in hollow]
+        hollow = [replace(e, visit=functools.partial(visit, e)) for e in hollow]
         return replace(self, entries=lambda check=True: iter(hollow))
 
 

@@ -20,7 +20,7 @@ import predict
 from attention import KV_CACHES, PREFILL_ROWS
 from checkpoint import open_checkpoint, random_checkpoint
 from cli import Parser, check_writable, real, run, whole
-from entries import Checkpoint
+from entries import Checkpoint, Entry
 from inputs import fit_lengths, prompt_ids
 from measure import (
     Sample,
@@ -304,8 +304,9 @@ def rehearse(card: Card, checkpoint: Checkpoint, args, T: int) -> Transformer:
     if args.random_weights is not None:
         checkpoint = random_checkpoint(checkpoint.args, card.device)
 
-    def visit(name: str, spans):  # the blocks of a tensor; those of other layers' tensors of that name are like them
-        return card.distinct(spans, lambda span: (re.sub(r"\d+", "", name), span[2] - span[1]), memo)
+    def visit(entry: Entry, spans):  # the blocks of a tensor; those of other layers' tensors of that kind are like them
+        kind = re.sub(r"^layers\.\d+", "", entry.name), entry.shape, entry.dtype
+        return card.distinct(spans, lambda span: (kind, span[0].dtype, span[2] - span[1]), memo)
 
     model = set_up(args, checkpoint.hollow(visit), card.device, card)[0]
     predict.watch_model(model, card)
@@ -407,14 +408,15 @@ def check_flags(args) -> None:
     if args.fit is not None or args.dry_run:
         if args.profile is not None:
             raise ValueError(f"{simulated} runs nothing that could be profiled: leave --profile out")
-        if args.device is not None and not args.device.startswith("cuda"):
+        if args.device is not None and not re.fullmatch(r"cuda(:\d+)?", args.device):
             raise ValueError(f"{simulated} simulates a CUDA card: leave --device {args.device} out")
     if args.fit is not None:
         for flag in ("cache_size", "prompt", "prompt_file", "prompt_tokens", "memory_profile", "write_result"):
             if getattr(args, flag) is not None:
                 raise ValueError(f"--fit looks for the largest --cache_size and fills it: leave --{flag} out")
-        if args.dry_run or args.chat:
-            raise ValueError(f"--fit and --{'dry_run' if args.dry_run else 'chat'} do not go together")
+        for flag in ("dry_run", "chat", "gpu"):
+            if getattr(args, flag):
+                raise ValueError(f"--fit and --{flag} do not go together")
     elif args.gpu is not None and not args.dry_run:
         raise ValueError("--gpu names the card of --dry_run: give that too, or leave it out")
     if args.profile is not None and args.memory_profile is not None:
@@ -446,7 +448,7 @@ def set_up(args, checkpoint: Checkpoint, device: torch.device, watch: Watch) -> 
     model, note = load_model(checkpoint, device, dtype, args.quantization, args.keep_head)
     empty_cache(device, watch)  # what the blocks of rows went through
     predict.name_parts(model, watch)
-    watch.phase = "set-up"
+    watch.phase, watch.scope = "set-up", "activations"
     model.setup_caches(args.batch_size, args.cache_size, *predict.cache_form(args))
     predict.name_parts(model, watch)
     return model, note

@@ -32,7 +32,6 @@ CATEGORIES = {
     "loading": "blocks of weights on their way",
     "workspace": "of cuBLAS",
 }
-KEPT = ("weights", "KV cache", "mask", "tables")
 
 
 def name_parts(model: Transformer, watch: Watch) -> None:
@@ -146,7 +145,8 @@ def table(p: Prediction, args, checkpoint: Checkpoint, T: int) -> Iterator[str]:
     in_use = p.card.allocator.peak_allocated / 1e9
     yield f"  {'peak reserved':20}{p.reserved / 1e9:9.3f}   in phase '{phase}'; {in_use:.3f} in use at most"
     above = (p.reserved - p.resident) / 1e9
-    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   the first four; the peak is {above:.3f} above"
+    kept = "weights, KV cache, mask and tables"
+    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   {kept}; the peak is {above:.3f} above"
     yield ""
     yield "  card  usable  of which"
     for name in COMMON:
@@ -206,20 +206,23 @@ def cheaper(args, checkpoint: Checkpoint, T: int) -> Iterator[tuple[str, dict]]:
 
 def suggestion(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gpu) -> str:
     """The cheapest change of flags that makes a command fit, tried on the simulated card."""
-    text, flags = "", {}
+    last = "", {}
     for text, flags in cheaper(args, checkpoint, T):
         changed = with_flags(args, **flags)
         try:
-            if resident_with(changed, checkpoint) < gpu.usable:
-                p = simulate(rehearse, changed, checkpoint, T, gpu)
-                if p.spare(gpu) >= 0:
-                    return f"it fits with {text} ({p.reserved / 1e9:.2f} GB)"
+            must_have = resident_with(changed, checkpoint)
         except ValueError:  # a scheme that this model cannot take
             continue
+        last = text, flags
+        if must_have < gpu.usable:
+            p = simulate(rehearse, changed, checkpoint, T, gpu)
+            if p.spare(gpu) >= 0:
+                return f"it fits with {text} ({p.reserved / 1e9:.2f} GB)"
+    text, flags = last
     slots = largest_context(rehearse, with_flags(args, **flags), checkpoint, gpu)
-    return (
-        f"the most is --cache_size {slots}{' with ' + text if text else ''}" if slots else "no change of flags makes it fit"
-    )
+    if not slots:
+        return "no change of flags makes it fit"
+    return f"the most is --cache_size {slots}" + (f" with {text}" if text else "")
 
 
 def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> int:
@@ -238,7 +241,7 @@ def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) 
     square = 0 if args.linear_causal_mask else 1
     per_slot = (one_more - base - square * 3 * BLOCK**2) / BLOCK
     kept = lambda slots: base + per_slot * (slots - BLOCK) + square * (slots**2 - BLOCK**2)  # noqa: E731
-    sizes = [*range(BLOCK, limit, BLOCK), limit]
+    sizes = [n for n in (*range(BLOCK, limit, BLOCK), limit) if kept(n) <= gpu.usable]
     above, low, high = 0, -1, len(sizes)  # places in sizes: low fits, high does not
     while high - low > 1:
         fitting = sum(kept(n) + above <= gpu.usable for n in sizes)  # so many should fit
