@@ -113,10 +113,11 @@ def published(cell: Cell) -> float | None:
 
 
 def by_model(results: dict[Cell, Peak]) -> dict[str, dict[Cell, Peak]]:
-    models: dict[str, dict[Cell, Peak]] = {}
+    """In the file's order; the cells of each in a table's order."""
+    models: dict[str, dict[Cell, Peak]] = {cell.model: {} for cell in results}
     for cell in sorted(results, key=lambda cell: cell.order):
-        models.setdefault(cell.model, {})[cell] = results[cell]
-    return dict(sorted(models.items()))
+        models[cell.model][cell] = results[cell]
+    return models
 
 
 def series_names(results: dict[Cell, Peak]) -> dict[tuple[bool, str, str], str]:
@@ -274,6 +275,8 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.file}: {e.strerror}") from None
     for warning in warnings:
         print(warning, file=sys.stderr)
+    if args.context:
+        results = {cell: peak for cell, peak in results.items() if cell.context in args.context}
     if not results:
         print(f"{args.file}: no results", file=sys.stderr)
         return 1
@@ -289,6 +292,7 @@ def cli(argv: list[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines of generate.py --write_result")
     parser.add_argument("--out", type=Path, metavar="PNG", help="default: FILE's name with .png; none with --markdown")
     parser.add_argument("--markdown", action="store_true", help="print a table")
+    parser.add_argument("--context", type=int, nargs="+", metavar="N", help="these contexts alone")
     return run(parser, main, argv)
 
 

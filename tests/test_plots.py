@@ -368,3 +368,12 @@ def test_nothing_to_draw(tmp_path, capsys):
         status, out, err = run(plot_results, capsys, *case)
         assert status == 2 and not out and len(err) == 1 and err[0].startswith("plot_results.py: "), err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["g.jsonl", "r.jsonl"]
+
+
+def test_the_readme_shows_what_was_recorded(capsys):
+    """The tables of the README are those of docs/memory.jsonl, and the headline is its last row."""
+    readme, file = (ROOT / "README.md").read_text(), ROOT / "docs" / "memory.jsonl"
+    assert plot_results.cli([str(file), "--markdown", "--context", "131072"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 12 and all(row in readme for row in rows)
+    assert f"{rows[5].split('|')[-2].strip()} GB.** Peak GB" in readme
