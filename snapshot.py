@@ -4,7 +4,9 @@ One format, that of `torch.cuda.memory._snapshot`, so torch's own viewer reads i
 and the file a `source`. `scripts/plot_memory.py` draws it without a network.
 """
 
+import bisect
 import pickle
+import time
 
 import torch
 
@@ -41,7 +43,7 @@ def _snapshot(segments: list[dict], events: list[dict], source: str) -> dict:
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}, "source": source}
 
 
-def cpu_snapshot(profiler: torch.profiler.profile, watch: Watch) -> dict:
+def cpu_snapshot(profiler: torch.profiler.profile, watch: "Recorder") -> dict:
     """What torch's CPU allocator did while the profiler ran with `profile_memory` and `with_stack`."""
     found, open_ = [], list(profiler.profiler.kineto_results.experimental_event_tree())
     while open_:
@@ -61,12 +63,13 @@ def cpu_snapshot(profiler: torch.profiler.profile, watch: Watch) -> dict:
     return _snapshot([], name_events(events, watch), "cpu")
 
 
-def cuda_snapshot(device: torch.device, watch: Watch) -> dict:
-    """What torch's allocator on a card did since `_record_memory_history`, with categories."""
+def cuda_snapshot(device: torch.device, watch: "Recorder") -> dict:
+    """What torch's allocator on a card did since `_record_memory_history`, with categories and phases."""
     snapshot = torch.cuda.memory._snapshot()
     for events in snapshot["device_traces"]:
         for e in events:
-            e["category"] = category_of([frame["name"] for frame in e["frames"]]) if e["action"] == "alloc" else "unknown"
+            functions = [frame["name"] for frame in e.get("frames", [])]
+            e["category"] = category_of(functions) if e["action"] == "alloc" else "unknown"
         name_events(events, watch)
     return snapshot | {"source": torch.cuda.get_device_name(device)}
 
@@ -78,9 +81,13 @@ def category_of(functions: list[str]) -> str:
     return "loading" if "load_weights" in functions else "activations"
 
 
-def name_events(events: list[dict], watch: Watch) -> list[dict]:
+def name_events(events: list[dict], watch: "Recorder") -> list[dict]:
     """Give what `watch` names its category: the last allocation at that address which is large enough. (It may have been
-    freed by now, with the model.) A free takes the category of its allocation."""
+    freed by now, with the model.) A free takes the category of its allocation. Every event gets its phase."""
+    since = [begin for begin, _ in watch.phases]
+    for e in events:
+        if "time_us" in e:
+            e["phase"] = watch.phases[max(bisect.bisect(since, e["time_us"]) - 1, 0)][1]
     names = {address: (size, category) for category, kept in watch.held.items() for address, size in kept}
     for e in reversed(events):
         if e["action"] == "alloc" and e["addr"] in names and e["size"] >= names[e["addr"]][0]:
@@ -105,6 +112,15 @@ class Recorder(Watch):
     def __init__(self, path: str | None, device: torch.device):
         super().__init__()
         self.path, self.device, self.profiler = path, device, None
+        self.phases = [(time.time_ns() // 1000, "start")]  # since when, in microseconds
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1][1]
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.phases.append((time.time_ns() // 1000, phase))
 
     def __enter__(self) -> "Recorder":
         if self.path and self.device.type == "cuda":
