@@ -33,6 +33,8 @@ CATEGORIES = {
     "workspace": "of cuBLAS",
 }
 
+KEPT = ("weights", "KV cache", "mask", "tables")
+
 
 def name_parts(model: Transformer, watch: Watch) -> None:
     """Tell a watch what a model and its caches hold."""
@@ -145,8 +147,7 @@ def table(p: Prediction, args, checkpoint: Checkpoint, T: int) -> Iterator[str]:
     in_use = p.card.allocator.peak_allocated / 1e9
     yield f"  {'peak reserved':20}{p.reserved / 1e9:9.3f}   in phase '{phase}'; {in_use:.3f} in use at most"
     above = (p.reserved - p.resident) / 1e9
-    kept = "weights, KV cache, mask and tables"
-    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   {kept}; the peak is {above:.3f} above"
+    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   {', '.join(KEPT)}; the peak is {above:.3f} above"
     yield ""
     yield "  card  usable  of which"
     for name in COMMON:
