@@ -40,6 +40,9 @@ read -ra modes <<<"${MODES:-$default_modes}"
 read -ra schemes <<<"${SCHEMES:-none int8wo int4wo-64}"
 read -ra more <<<"${FLAGS:-}"
 for mode in "${modes[@]}"; do mode_flags "$mode" >/dev/null || exit; done
+for context in "${contexts[@]}"; do
+  [[ $context =~ ^[1-9][0-9]*$ ]] || die "CONTEXTS: $context is no number of slots"
+done
 last_mode=$mode
 smallest=$(printf '%s\n' "${contexts[@]}" | sort -n | head -n 1)
 
@@ -142,7 +145,7 @@ if [ "$what" = memory ] && [ ${#chunks[@]} = 1 ]; then
   if "$PY" -c 'import matplotlib' 2>/dev/null; then
     "$PY" scripts/plot_results.py "$OUT" --out "${OUT%.jsonl}.png" 2>/dev/null || status=$?
   else
-    say "for a picture: pip install matplotlib, then scripts/plot_results.py $OUT"
+    say "for a picture: $PY -m pip install matplotlib, then $PY scripts/plot_results.py $OUT"
   fi
 else
   "$PY" scripts/summarize.py "$OUT" || status=$?

@@ -33,6 +33,7 @@ from model import ModelArgs, Transformer, transformer_configs
 
 FORMAT = "llama-flat-1"
 SHARD_BYTES = 4 * 10**9
+MOST_LAYERS = 1000  # of a configuration without files; a model of as many as a damaged one may say is never built
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = FLOATS | {"I8": torch.int8, "U8": torch.uint8}  # the integers: quantized weights of our own format
 
@@ -130,6 +131,24 @@ def _mapped(entry: Entry, device: torch.device, dtype: torch.dtype) -> Tensor | 
     if not entry.mapped or entry.dtype != dtype or device.type != "cpu":
         return None
     return t if (t := entry.read()).data_ptr() % 64 == 0 else None
+
+
+def configuration(text: str) -> ModelArgs:
+    """A known configuration's name; or a config.json (ours or Hugging Face's), a params.json (Meta's), a folder with one."""
+    path = Path(text)
+    names = (path, path / "config.json", path / "params.json")
+    file = next((f for f in names if f.suffix == ".json" and f.is_file()), None)
+    if file is None:
+        return _args("--random_weights", ModelArgs.from_name, text)
+    config, where = _read_json(file), f"--random_weights {file}"
+    if "format" in config:
+        args = _args(where, ModelArgs.from_dict, {k: v for k, v in config.items() if k not in ("format", "quantization")})
+    else:
+        build = ModelArgs.from_meta if "n_layers" in config else ModelArgs.from_hf
+        args = _args(where, build, config, file.resolve().parent.name)
+    if args.n_layer > MOST_LAYERS:
+        raise ValueError(f"{where}: {args.n_layer} layers are no Llama's")
+    return args
 
 
 def random_checkpoint(args: ModelArgs, device: torch.device, seed: int = 0) -> Checkpoint:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import predict
 from attention import KV_CACHES, PREFILL_ROWS
-from checkpoint import open_checkpoint, random_checkpoint
+from checkpoint import configuration, open_checkpoint, random_checkpoint
 from cli import Parser, check_writable, real, run, whole
 from entries import Checkpoint, Entry
 from inputs import fit_lengths, prompt_ids
@@ -36,9 +36,9 @@ from measure import (
     write_result,
 )
 from memory import GPUS, Card, Watch, empty_cache
-from model import ModelArgs, Transformer, prefill_plan, transformer_configs
+from model import Transformer, prefill_plan, transformer_configs
 from quantize import QUANTIZERS, chosen_scheme, load_model
-from snapshot import Recorder, simulated_snapshot, write_snapshot
+from snapshot import Recorder, quiet, simulated_snapshot, write_snapshot
 from tokenizer import Tokenizer, load_tokenizer
 
 # --- sampling ---
@@ -332,8 +332,8 @@ def build_parser() -> Parser:
     source = p.add_mutually_exclusive_group()
     source.add_argument("--checkpoint_path", default=DEFAULT_CHECKPOINT, metavar="PATH", help="a Hugging Face or "
                         "Meta folder, a model.pth, a .gguf file, or our own format (default: %(default)s)")
-    source.add_argument("--random_weights", choices=transformer_configs, metavar="NAME", help="no checkpoint: a known "
-                        "configuration with random weights; prints token ids. One of: " + ", ".join(transformer_configs))
+    source.add_argument("--random_weights", metavar="NAME", help="no checkpoint: a configuration with random weights; "
+                        "prints token ids. A config.json or params.json, or one of: " + ", ".join(transformer_configs))
     text = p.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help='taken literally (default: "Hello, my name is")')
     text.add_argument("--prompt_file", metavar="FILE", help="taken byte for byte; - is stdin")
@@ -367,8 +367,8 @@ def build_parser() -> Parser:
         help="dtype of weights and activations (default: %(default)s)")
     add("--dry_run", action="store_true", help="print what this command would take of a card's memory; needs no card, and "
         "reads no weights")
-    add("--gpu", choices=GPUS, metavar="NAME", help=f"with --dry_run: the card to simulate (default: {DEFAULT_GPU}). One "
-        "of: " + ", ".join(GPUS))
+    add("--gpu", metavar="GPU_OR_GB", help=f"with --dry_run: the card to simulate (default: {DEFAULT_GPU}). One of: "
+        + ", ".join(GPUS) + "; or a number, for the least of that size")
     add("--fit", metavar="GPU_OR_GB", help="print the largest --cache_size, filled, that fits a card, for every weight "
         "scheme and cache kind")
     add("--force", action="store_true", help="run even if the predicted peak is more than the card has free")
@@ -381,7 +381,7 @@ def build_parser() -> Parser:
 def find_model(args, device: torch.device) -> tuple[Checkpoint, Tokenizer | None]:
     """The checkpoint and its tokenizer; settles --quantization, since a file may be quantized already."""
     if args.random_weights is not None:
-        checkpoint, tokenizer = random_checkpoint(ModelArgs.from_name(args.random_weights), device), None
+        checkpoint, tokenizer = random_checkpoint(configuration(args.random_weights), device), None
     else:
         path = Path(args.checkpoint_path)
         if args.checkpoint_path == DEFAULT_CHECKPOINT and not path.exists():  # started in another folder
@@ -394,10 +394,13 @@ def find_model(args, device: torch.device) -> tuple[Checkpoint, Tokenizer | None
 
 def profile_generation(path: str, model: Transformer, prompt: Tensor, args, sampling: Sampling, steps: Steps) -> None:
     """Run once more under torch's profiler, and write what it saw for chrome://tracing or Perfetto."""
-    with torch.profiler.profile() as profiler:
-        for _ in generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps):
-            pass
-        synchronize(model.norm.weight.device)
+    profiler = torch.profiler.profile()
+    with quiet():
+        profiler.start()
+    run_through(generate(model, prompt, args.max_new_tokens, sampling, args.prefill_chunk, steps), Watch())
+    synchronize(model.norm.weight.device)
+    with quiet():
+        profiler.stop()
     profiler.export_chrome_trace(path)
     say(f"profile: {path}")
 
@@ -416,7 +419,7 @@ def check_flags(args) -> None:
                 raise ValueError(f"--fit looks for the largest --cache_size and fills it: leave --{flag} out")
         for flag in ("dry_run", "chat", "gpu"):
             if getattr(args, flag):
-                raise ValueError(f"--fit and --{flag} do not go together")
+                raise ValueError(f"--fit simulates with prompts of its own: leave --{flag} out")
     elif args.gpu is not None and not args.dry_run:
         raise ValueError("--gpu names the card of --dry_run: give that too, or leave it out")
     if args.profile is not None and args.memory_profile is not None:
@@ -427,14 +430,17 @@ def check_flags(args) -> None:
 
 def dry_run(args, checkpoint: Checkpoint, T: int) -> None:
     """Print what the command would take on a card, and record it."""
-    prediction = predict.simulate(rehearse, args, checkpoint, T, GPUS[args.gpu or DEFAULT_GPU])
-    print("\n".join(predict.table(prediction, args, checkpoint, T)))
-    peak, name = (prediction.reserved, "simulated"), prediction.card.gpu.name
+    gpu = predict.find_gpu("--gpu", args.gpu or DEFAULT_GPU)
+    prediction = predict.simulate(rehearse, args, checkpoint, T, gpu)
+    for line in predict.table(prediction, args, checkpoint, T):
+        print(line, flush=True)
+    if prediction.spare(gpu) < 0:
+        print(f"  on {gpu.name}: {predict.suggestion(rehearse, args, checkpoint, T, gpu)}")
     if args.memory_profile is not None:
         write_snapshot(args.memory_profile, simulated_snapshot(prediction.card))
-    sample = Sample(T, [[0] * args.max_new_tokens] * args.batch_size)
-    result = result_line(prediction.model, args, [sample] * args.num_samples, None, peak, name)
-    write_result(result | prediction.record(), args.write_result)
+    result = result_line(prediction.model, args, [Sample(T, [[]])], None, (prediction.reserved, "simulated"), gpu.name)
+    asked = {"num_samples": args.num_samples, "new_tokens": args.max_new_tokens * args.batch_size * args.num_samples}
+    write_result(result | asked | prediction.record(), args.write_result)
 
 
 def sampling_of(args) -> Sampling:
@@ -483,7 +489,7 @@ def main(args: argparse.Namespace) -> int:
         check_compiler(device)
     checkpoint, tokenizer = find_model(args, device)
     if args.fit is not None:
-        for line in predict.fit_table(rehearse, args, checkpoint, predict.find_gpu(args.fit)):
+        for line in predict.fit_table(rehearse, args, checkpoint, predict.find_gpu("--fit", args.fit)):
             print(line, flush=True)
         return 0
     ids = prompt_ids(args, checkpoint.args, tokenizer)

@@ -5,8 +5,10 @@ before a real run, what else would fit, and the largest context that does (`--fi
 """
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -138,28 +140,32 @@ def describe(args, checkpoint: Checkpoint, T: int) -> str:
 def table(p: Prediction, args, checkpoint: Checkpoint, T: int) -> Iterator[str]:
     """The lines of `--dry_run`."""
     gpu, (phase, sums) = p.card.gpu, p.at_peak
+    notes = CATEGORIES | {"fragmentation": "reserved by torch, in use by nothing"}
     yield describe(args, checkpoint, T)
     yield f"simulated on {gpu.name}; GB = 1e9 bytes" + ("; an ESTIMATE: compiled code was run uncompiled" * p.estimate)
     yield ""
-    notes = CATEGORIES | {"fragmentation": "reserved by torch and not in use"}
     for category in (c for c in notes if sums.get(c)):
-        yield f"  {category:20}{sums[category] / 1e9:9.3f}   {notes[category]}".rstrip()
-    in_use = p.card.allocator.peak_allocated / 1e9
-    yield f"  {'peak reserved':20}{p.reserved / 1e9:9.3f}   in phase '{phase}'; {in_use:.3f} in use at most"
-    above = (p.reserved - p.resident) / 1e9
-    yield f"  {'must be resident':20}{p.resident / 1e9:9.3f}   {', '.join(KEPT)}; the peak is {above:.3f} above"
+        yield row(category, sums[category], notes[category])
+    yield row("peak reserved", p.reserved, f"in phase '{phase}'")
+    yield row("must be resident", p.resident, f"{', '.join(KEPT)}; the peak is {(p.reserved - p.resident) / 1e9:.3f} above")
+    yield row("allocated at most", p.card.allocator.peak_allocated, "at any moment, in whole blocks, as torch counts it")
     yield ""
-    yield "  card  usable  of which"
-    for name in COMMON:
-        yield f"  {GPUS[name].marketed_gb:4} {GPUS[name].usable / 1e9:7.2f}  {verdict(p, GPUS[name])}  ({name})"
-    if gpu.name not in COMMON:
-        yield f"  {gpu.name}: {gpu.usable / 1e9:.2f} usable, {verdict(p, gpu)}"
-    yield f"  usable: what torch sees of the card, less {CONTEXT / 1e9:.1f} GB for the CUDA context"
+    yield f"  {gpu.name}: {verdict(p, gpu)}"
+    yield ""
+    yield f"  {'card GB':>9}{'usable':>9}"
+    for other in map(GPUS.__getitem__, COMMON):
+        yield f"  {other.marketed_gb:9}{other.usable / 1e9:9.2f}  {verdict(p, other)} ({other.name})"
+    yield f"  usable: GB that torch sees of such a card (sold by GiB), less {CONTEXT / 1e9:.1f} for the CUDA context"
+
+
+def row(name: str, size: int, note: str) -> str:
+    return f"  {name:20}{size / 1e9:9.3f}   {note}".rstrip()
 
 
 def verdict(p: Prediction, gpu: Gpu) -> str:
     spare = p.spare(gpu) / 1e9
-    return f"fits, {spare:.2f} to spare" if spare >= 0 else f"does not fit, {-spare:.2f} too little"
+    size = f"{abs(spare):.2f}" if abs(spare) >= 0.005 else "less than 0.01"
+    return f"fits, {size} to spare" if spare >= 0 else f"does not fit, {size} too little"
 
 
 # --- other flags ---
@@ -253,20 +259,23 @@ def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) 
     return sizes[low] if low >= 0 else 0
 
 
-def find_gpu(text: str) -> Gpu:
-    """A card by its name; or by its gigabytes, where the one of that size counts that leaves least."""
-    if text in GPUS:
-        return GPUS[text]
+def find_gpu(flag: str, text: str) -> Gpu:
+    """A card by its name, or the beginning of one; or by its gigabytes, where the one of that size counts that leaves
+    least."""
+    name = text.lower()
+    found = [GPUS[name]] if name in GPUS else [g for n, g in GPUS.items() if n.startswith(name)] if name else []
+    if len(found) == 1:
+        return found[0]
     try:
-        gb = float(text)
-        if not 0 < gb < 10**6:
-            raise ValueError
+        gb = float(name.removesuffix("gb"))
     except ValueError:
-        raise ValueError(f"--fit {text}: neither a number of GB nor a known card: {', '.join(GPUS)}") from None
+        gb = math.nan
+    if not CONTEXT / 1e9 < gb < 10**6:
+        raise ValueError(f"{flag} {text}: neither a number of GB above {CONTEXT / 1e9} nor a known card: {', '.join(GPUS)}")
     same = [g for g in GPUS.values() if g.marketed_gb == gb]
     if same:
         return min(same, key=lambda g: g.visible)
-    return Gpu(f"a card of {text} GB", round(gb), int(gb * 1e9), (8, 0))
+    return Gpu(f"a card of {gb:g} GB", round(gb), int(gb * 1e9), (8, 0))
 
 
 def fit_table(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> Iterator[str]:
@@ -289,20 +298,24 @@ def fit_table(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> Ite
                 known[scheme, kind] = -1
         return known[scheme, kind]
 
-    slots = largest(args.quantization, cache_form(args)[0])
-    answer = f"--cache_size {slots}" if slots > 0 else "nothing fits"
-    answer += ", the model's whole context" if slots == limit else ""
-    form = f"{args.quantization or args.precision} weights, {cache_form(args)[0]} cache"
-    yield f"{checkpoint.args.name} on {gpu.name}, {gpu.usable / 1e9:.2f} GB usable beside the CUDA context: {answer}"
-    yield f"({form}, filled in chunks of {args.prefill_chunk})"
+    yield f"{checkpoint.args.name} on {gpu.name}, {gpu.usable / 1e9:.2f} GB usable beside the CUDA context: slots that fit"
+    yield f"of {limit:,}, filled in chunks of {args.prefill_chunk}, {mask} mask"
     yield ""
-    yield f"  slots that fit with a {mask} mask, of {limit:,}"
     yield f"  {'weights':14}" + "".join(f"{f'{kind} cache':>14}" for kind in KV_CACHES)
     for scheme in [args.quantization] if checkpoint.quantization else [None, *QUANTIZERS]:
         cells = [largest(scheme, kind) for kind in KV_CACHES]
         yield f"  {scheme or args.precision:14}" + "".join(
             f"{f'{n:,}' if n > 0 else 'none' if n == 0 else 'not possible':>14}" for n in cells
         )
+    yield ""
+    given, most = known[args.quantization, cache_form(args)[0]], max(known.values())
+    whole = " (the model's whole context)"
+    yield f"with the flags given: {f'--cache_size {given}{whole * (given == limit)}' if given > 0 else 'nothing fits'}"
+    if most > given:
+        scheme, kind = next(cell for cell, n in known.items() if n == most)  # the first: what changes the model least
+        flags = [f"--cache_size {most}"] + [f"--quantization {scheme}"] * (scheme is not None)
+        flags += [f"--kv_cache_quantization {kind}"] * (kind != "plain")
+        yield f"the most: {' '.join(flags)}{whole * (most == limit)}"
 
 
 # --- before a real run ---
@@ -324,15 +337,26 @@ def check_memory(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, devic
             say(f"note: the run's memory could not be predicted ({' '.join(str(e).split())[:200]})")
         return
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = resident_with(args, checkpoint)
-    if not args.random_weights:  # weights of a file may stay there, mapped
-        needed -= resident_with(with_flags(args, cache_size=1), checkpoint)
-    if needed > total:
+
+    def needed(args) -> int:
+        size = resident_with(args, checkpoint)  # weights of a file may stay there, mapped
+        return size if args.random_weights else size - resident_with(with_flags(args, cache_size=1), checkpoint)
+
+    if needed(args) > total:
         what = "caches, mask and random weights" if args.random_weights else "caches and mask"
         raise ValueError(
-            f"{what} for {args.batch_size} x {args.cache_size} slots take {needed / 1e9:.1f} GB, and the {device.type} has "
-            f"{total / 1e9:.1f} GB in all: use a smaller --cache_size"
+            f"{what} for {args.batch_size} x {args.cache_size} slots take {needed(args) / 1e9:.1f} GB, and the "
+            f"{device.type} has {total / 1e9:.1f} GB in all: {first_that_fits(args, checkpoint, T, needed, total)}"
         )
+
+
+def first_that_fits(args, checkpoint: Checkpoint, T: int, needed: Callable, total: int) -> str:
+    """The cheapest change of flags by arithmetic alone."""
+    for text, flags in (*cheaper(args, checkpoint, T), ("a smaller --cache_size", dict(cache_size=1))):
+        with suppress(ValueError):
+            if needed(with_flags(args, **flags)) <= total:
+                return f"it may fit with {text}"
+    return "no change of flags makes it fit"
 
 
 def refuse_what_cannot_fit(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gpu) -> None:

@@ -5,11 +5,16 @@ and the file a `source`. `scripts/plot_memory.py` draws it without a network.
 """
 
 import bisect
+import os
 import pickle
+import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from measure import say
 from memory import WORKSPACES, Block, Card, Watch
 
 
@@ -128,13 +133,15 @@ class Recorder(Watch):
         elif self.path:
             activities = [torch.profiler.ProfilerActivity.CPU]
             self.profiler = torch.profiler.profile(activities=activities, profile_memory=True, with_stack=True)
-            self.profiler.start()
+            with quiet():
+                self.profiler.start()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         if self.path:
             if self.profiler:
-                self.profiler.stop()
+                with quiet():
+                    self.profiler.stop()
                 write_snapshot(self.path, cpu_snapshot(self.profiler, self))
             else:
                 write_snapshot(self.path, cuda_snapshot(self.device, self))
@@ -162,3 +169,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 def write_snapshot(path: str, snapshot: dict) -> None:
     with open(path, "wb") as f:
         pickle.dump(snapshot, f, protocol=4)
+    say(f"memory profile: {path} (to draw it: python scripts/plot_memory.py {shlex.quote(path)})")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch's profiler itself writes to stderr when it starts and stops."""
+    try:
+        stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # closed: nobody reads it
+        yield
+        return
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)

@@ -173,7 +173,7 @@ def amount(size: float, digits: int = 2) -> str:
 def describe(trace: Trace) -> str:
     reserved = "" if trace.reserved is None else f"peak reserved {amount(trace.reserved.max(), 3)}, "
     phase = f", in phase '{trace.peak_phase}'" if trace.peak_phase else ""
-    return f"{trace.source}, {reserved}peak allocated {amount(trace.allocated.max(), 3)}{phase}"
+    return f"{trace.source}, {reserved}peak requested {amount(trace.allocated.max(), 3)}{phase}"
 
 
 # --- drawing ---
@@ -305,7 +305,7 @@ def main(args: argparse.Namespace) -> None:
     try:
         import matplotlib.figure  # noqa: F401 - it may be absent
     except ImportError:
-        raise ValueError("drawing needs the package matplotlib: pip install matplotlib") from None
+        raise ValueError(f"drawing needs the package matplotlib: {sys.executable} -m pip install matplotlib") from None
     out = args.out or args.files[0].with_suffix(".png")
     if out.resolve() in [file.resolve() for file in args.files]:
         raise ValueError(f"--out {out}: this is a snapshot to be drawn")
@@ -322,6 +322,7 @@ def main(args: argparse.Namespace) -> None:
     for (file, device), trace in zip(names, traces):
         print(f"{file}{device}: {describe(trace)}")
     draw_figure(traces, labels, args.title).savefig(out)
+    print(out)
 
 
 def cli(argv: list[str]) -> int:

@@ -265,7 +265,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             import matplotlib.figure  # noqa: F401 - it may be absent
         except ImportError:
-            raise ValueError("drawing needs the package matplotlib: pip install matplotlib") from None
+            raise ValueError(f"drawing needs the package matplotlib: {sys.executable} -m pip install matplotlib") from None
         if out.resolve() == args.file.resolve():
             raise ValueError(f"--out {out}: this is the file to be drawn")
         check_writable("--out", str(out))

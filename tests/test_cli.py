@@ -18,6 +18,7 @@ import measure
 from attention import KV_CACHES
 from checkpoint import open_checkpoint, random_model
 from memory import Watch
+from model import ModelArgs
 from tokenizer import load_tokenizer
 
 FIELDS = """date commit command model quantization kv_cache_quantization linear_causal_mask cache_size prefill_chunk
@@ -70,7 +71,7 @@ def test_a_stop_token_is_neither_shown_nor_counted(capsys):
     _, out, _ = run(capsys, "--random_weights", "tiny", "--max_new_tokens", 9, "--temperature", 0)
     ids = list(map(int, out.split()))
     for stop in (ids[4], ids[0]):
-        model = random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
+        model = random_model(ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
         model.setup_caches(1, 30)
         args = generate.build_parser().parse_args([*TINY, "--max_new_tokens", "9"])
         prompt = torch.tensor([generate.prompt_ids(args, model.args, None)])
@@ -382,7 +383,7 @@ def test_the_whole_result_line_of_known_samples(monkeypatch):
         measure.Sample(10, [[1]], ttft_s=6.0, times=[6.0]),
     ]
     args = generate.build_parser().parse_args([*TINY, "--compile", "--batch_size", "1", "--cache_size", "20"])
-    model = random_model(generate.ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
+    model = random_model(ModelArgs.from_name("tiny"), torch.device("cpu"), torch.bfloat16)
     model.setup_caches(1, 20)
     r = measure.result_line(model, args, samples, 1.5, measure.peak_memory(torch.device("cpu")), "a name")
     want = {

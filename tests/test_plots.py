@@ -84,7 +84,7 @@ def test_sums_are_right_after_every_event(tmp_path):
     assert (trace.reserved / GB).tolist() == RESERVED and trace.source == "simulated x"
     assert trace.peak == 9 and trace.peak_phase == "decode" and not trace.refused
     assert plot_memory.phase_starts(trace.phases) == [(0, "load"), (2, "set-up"), (4, "prefill"), (8, "decode")]
-    line = "simulated x, peak reserved 25.000 GB, peak allocated 21.000 GB, in phase 'decode'"
+    line = "simulated x, peak reserved 25.000 GB, peak requested 21.000 GB, in phase 'decode'"
     assert plot_memory.describe(trace) == line
 
 
@@ -128,7 +128,7 @@ def test_a_plain_snapshot_of_torch_that_begins_in_the_middle(tmp_path):
     assert sums(trace, "unknown") == pytest.approx([6 + there] * 2 + [there] * 3 + [4 + there] * 5, abs=0)
     assert (trace.reserved / GB).tolist() == [11, 11, 11, 5] + [9] * 6
     assert trace.peak == 0 and trace.peak_phase is None and trace.refused == [(8, 50 * GB)]
-    assert plot_memory.describe(trace) == "torch snapshot, peak reserved 11.000 GB, peak allocated 8.000 GB"
+    assert plot_memory.describe(trace) == "torch snapshot, peak reserved 11.000 GB, peak requested 8.000 GB"
     (ax,) = plot_memory.draw_figure([trace], ["name"]).axes
     assert any("out of memory: 50.00 GB" in t.get_text() for t in ax.texts)
 
@@ -195,10 +195,10 @@ def test_a_dry_run_is_drawn_as_it_was_told(tmp_path, capsys):
     assert trace.categories[plot_memory.ROWS["weights"]][-1] == pytest.approx(told["memory_gb"]["weights"] * GB, rel=0.01)
     capsys.readouterr()
     status, out, err = run(plot_memory, capsys, file)
-    assert status == 0 and not err and out == [f"{file}: {plot_memory.describe(trace)}"]
+    assert status == 0 and not err and out == [f"{file}: {plot_memory.describe(trace)}", str(tmp_path / "run.png")]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     status, out, err = run(plot_memory, capsys, file, file, "--labels", "a", "b", "--out", tmp_path / "x.png")
-    assert status == 0 and len(out) == 2 and (tmp_path / "x.png").is_file()
+    assert status == 0 and len(out) == 3 and (tmp_path / "x.png").is_file()
     status, _, err = run(plot_results, capsys, results)
     assert status == 0 and not err and (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
@@ -251,7 +251,7 @@ def test_without_matplotlib(tmp_path, name):
     command = [sys.executable, ROOT / "scripts" / f"{name}.py", tmp_path / "file"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"{name}.py: drawing needs the package matplotlib: pip install matplotlib\n"
+    assert done.stderr == f"{name}.py: drawing needs the package matplotlib: {sys.executable} -m pip install matplotlib\n"
 
 
 # --- results ---
@@ -376,4 +376,4 @@ def test_the_readme_shows_what_was_recorded(capsys):
     assert plot_results.cli([str(file), "--markdown", "--context", "131072"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 12 and all(row in readme for row in rows)
-    assert f"{rows[5].split('|')[-2].strip()} GB.** Peak GB" in readme
+    assert f"{rows[5].split('|')[-2].strip()} GB (simulated).**" in readme

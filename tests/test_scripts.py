@@ -335,7 +335,7 @@ def test_a_sweep_where_all_fails(tmp_path):
     status, out, err = sweep(tmp_path / "r.jsonl", **grid)
     assert status == 1 and "random weights of Nothing" in err and "1 cells, 1 failed" in err
     row = "Nothing  int8wo   int8      square         256"
-    assert out.splitlines()[-1].startswith(row) and "status 2: argument --random_weights: invalid choice" in out
+    assert out.splitlines()[-1].startswith(row) and "status 2: --random_weights: unknown model" in out
     status, out, err = sweep(tmp_path / "none.jsonl", MODES="fast")
     assert status == 2 and out == "" and "fast" in err and not (tmp_path / "none.jsonl").exists()
 
