@@ -6,6 +6,7 @@ Reads top to bottom: sampling, decoding, measuring, the command line. `python ge
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -428,6 +429,11 @@ def check_flags(args) -> None:
         check_writable(f"--{flag}", getattr(args, flag))
 
 
+def say_profile(path: str | None) -> None:
+    if path is not None:
+        say(f"memory profile: {path} (to draw it: python scripts/plot_memory.py {shlex.quote(path)})")
+
+
 def dry_run(args, checkpoint: Checkpoint, T: int) -> None:
     """Print what the command would take on a card, and record it."""
     gpu = predict.find_gpu("--gpu", args.gpu or DEFAULT_GPU)
@@ -438,6 +444,7 @@ def dry_run(args, checkpoint: Checkpoint, T: int) -> None:
         print(f"  on {gpu.name}: {predict.suggestion(rehearse, args, checkpoint, T, gpu)}")
     if args.memory_profile is not None:
         write_snapshot(args.memory_profile, simulated_snapshot(prediction.card))
+        say_profile(args.memory_profile)
     result = result_line(prediction.model, args, [Sample(T, [[]])], None, (prediction.reserved, "simulated"), gpu.name)
     asked = {"num_samples": args.num_samples, "new_tokens": args.max_new_tokens * args.batch_size * args.num_samples}
     write_result(result | asked | prediction.record(), args.write_result)
@@ -504,7 +511,9 @@ def main(args: argparse.Namespace) -> int:
     if args.memory_profile is not None:
         say("note: every allocation is recorded, which makes everything slower")
     with Recorder(args.memory_profile, device) as watch:
-        return run_all(args, checkpoint, tokenizer, ids, device, watch)
+        status = run_all(args, checkpoint, tokenizer, ids, device, watch)
+    say_profile(args.memory_profile)
+    return status
 
 
 def cli(argv: list[str]) -> int:

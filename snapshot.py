@@ -7,14 +7,12 @@ and the file a `source`. `scripts/plot_memory.py` draws it without a network.
 import bisect
 import os
 import pickle
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from measure import say
 from memory import WORKSPACES, Block, Card, Watch
 
 
@@ -169,7 +167,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def write_snapshot(path: str, snapshot: dict) -> None:
     with open(path, "wb") as f:
         pickle.dump(snapshot, f, protocol=4)
-    say(f"memory profile: {path} (to draw it: python scripts/plot_memory.py {shlex.quote(path)})")
 
 
 @contextmanager

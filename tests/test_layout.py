@@ -7,7 +7,7 @@ from conftest import ROOT
 
 MAY_IMPORT = {
     "tokenizer": set(), "memory": set(), "cli": {"tokenizer"}, "attention": set(), "model": {"attention"},
-    "snapshot": {"memory", "measure"}, "measure": {"model", "attention"}, "inputs": {"model", "tokenizer"},
+    "snapshot": {"memory"}, "measure": {"model", "attention"}, "inputs": {"model", "tokenizer"},
     "entries": {"model"},
     "gguf_file": {"entries", "model", "tokenizer"}, "checkpoint": {"entries", "model", "gguf_file"},
     "quantize": {"attention", "model", "entries", "checkpoint", "cli"},
