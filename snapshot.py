@@ -136,16 +136,26 @@ class Recorder(Watch):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        written = None
         if self.path:
-            if self.profiler:
-                with quiet():
-                    self.profiler.stop()
-                write_snapshot(self.path, cpu_snapshot(self.profiler, self))
-            else:
-                write_snapshot(self.path, cuda_snapshot(self.device, self))
-                torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                self.write(self.path)
+                written = f"memory profile: {self.path}"
+            except (OSError, RuntimeError, MemoryError) as e:
+                if error is None:
+                    raise
+                written = f"the memory profile could not be written ({' '.join(str(e).split())[:100]})"
         if error is not None and is_out_of_memory(error):
-            raise OSError(self.explain(error)) from None
+            raise OSError("; ".join(filter(None, (self.explain(error), written)))) from None
+
+    def write(self, path: str) -> None:
+        if self.profiler:
+            with quiet():
+                self.profiler.stop()
+            write_snapshot(path, cpu_snapshot(self.profiler, self))
+        else:
+            write_snapshot(path, cuda_snapshot(self.device, self))
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def explain(self, error: BaseException) -> str:
         sums = {category: sum(size for _, size in storages) / 1e9 for category, storages in self.held.items()}
@@ -155,7 +165,7 @@ class Recorder(Watch):
             held += f"; {reserved:.2f} GB reserved in all, {free:.2f} GB free on the card"
         return (
             f"out of memory in phase '{self.phase}', holding {held} ({' '.join(str(error).split())[:200]}); "
-            "--dry_run shows what a run takes" + (f"; memory profile: {self.path}" if self.path else "")
+            "--dry_run shows what a run takes"
         )
 
 
