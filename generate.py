@@ -293,8 +293,8 @@ def warm_up(model, prompt: Tensor, args, sampling, steps: Steps, watch: Watch | 
         finite = logits.isfinite().all()
         if not args.dry_run and not finite:
             raise ValueError("the model's logits are not finite: damaged weights, or numbers too large for --precision")
-        tokens = generate(model, prompt[:, :length], min(args.max_new_tokens, 4), sampling, length, steps)
-        run_through(tokens, watch or Watch())
+        new = min(args.max_new_tokens, 4)
+        run_through(generate(model, prompt[:, :length], new, sampling, length, steps), watch or Watch())
     synchronize(model.norm.weight.device)
     return time.perf_counter() - begin
 

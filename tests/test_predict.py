@@ -114,6 +114,7 @@ JUMPS = {
     "one tile": (20, *INT4, *KVQ, "--max_new_tokens", 30),
     "one token": (1, *SQUARE, "--max_new_tokens", 0),
     "greedy": (300, "--prefill_chunk", 512, "--temperature", 0),
+    "two warm-ups": (600, "--prefill_chunk", 128, *SQUARE, "--temperature", 0, "--compile", "--compile_prefill"),
     "top p": (300, "--prefill_chunk", 512, "--top_p", 0.9),
     "float32": (600, "--prefill_chunk", 256, "--precision", "float32", *INT8, "--keep_head"),
 }
