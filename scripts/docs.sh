@@ -5,14 +5,14 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setup_env requirements.txt requirements-dev.txt
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-mkdir -p docs
+# Made where git does not look, and moved at the end: results name the commit, and whether files differ from it.
+work=results/docs
+rm -rf "$work"
+mkdir -p "$work" docs
 
-rm -f docs/memory.jsonl docs/chunks.jsonl
-OUT=docs/memory.jsonl DEVICE=cpu bash benchmarks.sh memory >/dev/null
-mv docs/memory.png docs/context.png
-OUT=docs/chunks.jsonl DEVICE=cpu MODEL=Llama-3.1-8B CONTEXTS=131072 MODES=int4wo-64+kv_quant+linear \
+OUT=$work/memory.jsonl DEVICE=cpu bash benchmarks.sh memory >/dev/null
+mv "$work/memory.png" "$work/context.png"
+OUT=$work/chunks.jsonl DEVICE=cpu MODEL=Llama-3.1-8B CONTEXTS=131072 MODES=int4wo-64+kv_quant+linear \
   CHUNKS="128 256 512 1024 2048 8192" bash benchmarks.sh memory
 
 files=()
@@ -24,5 +24,7 @@ for flags in "--no-linear_causal_mask" "--no-linear_causal_mask --kv_cache_quant
     "${flags[@]}" --memory_profile "${files[-1]}" >/dev/null
 done
 "$PY" scripts/plot_memory.py "${files[@]}" --labels normal "+ quantized cache" "+ linear mask" "+ int4 weights" \
-  --title "Llama-3.1-8B, context 131,072, filled" --out docs/memory.png
+  --title "Llama-3.1-8B, context 131,072, filled" --out "$work/memory.png"
+mv "$work"/{memory.jsonl,chunks.jsonl,memory.png,context.png} docs/
+rm -rf "$work"
 "$PY" scripts/plot_results.py docs/memory.jsonl --markdown --context 131072
