@@ -7,6 +7,8 @@ inside itself (the temporary storage of a sort, say) is not seen. Sizes are byte
 """
 
 import bisect
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -258,7 +260,7 @@ class Card(Watch, TorchDispatchMode):
         self.scope = "activations"
         self.live: dict[int, tuple[weakref.ref, Block]] = {}  # by storage
         self.categories: list[str] = []  # by the number of the allocation
-        self.has_workspace = False
+        self.has_workspace = self.interrupted = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -297,6 +299,8 @@ class Card(Watch, TorchDispatchMode):
         equal things. A key of None is never left out. `memo` carries what was learned from one loop to the next."""
         memo = {} if memo is None else memo
         for item in items:
+            if self.interrupted:
+                raise KeyboardInterrupt
             name, before = key(item), self.allocator.state()
             if self.jump and name is not None and memo.get(name) == before:
                 continue
@@ -349,10 +353,32 @@ def empty_cache(device: torch.device, watch: Watch) -> None:
 
 
 @contextmanager
+def held_interrupts(card: Card) -> Iterator[None]:
+    """Ctrl-C in the midst of torch's dispatch modes can end the process with an error of C++: it is kept for the next turn
+    of one of the card's loops."""
+
+    def keep(signal_number, frame):
+        card.interrupted = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if card.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def simulated_cuda(card: Card | None = None) -> Iterator[torch.device]:
     """Within it, tensors are fake, and device "cuda:0" exists; a tensor on the wrong device is an error as on a card. The
     index is needed: plain "cuda" fails in a CPU build. `card` counts what is allocated there."""
     with ExitStack() as stack:
+        if card is not None:
+            stack.enter_context(held_interrupts(card))
         stack.enter_context(FakeTensorMode())
         if card is not None:
             stack.enter_context(card)

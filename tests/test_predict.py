@@ -9,8 +9,10 @@ import os
 import pickle
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -1065,3 +1067,15 @@ def test_a_configuration_is_enough(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     check_error(*run(capsys, "--random_weights", tmp_path, "--dry_run"), ["1000000000 layers"])
     check_error(*run(capsys, "--random_weights", tmp_path / "nowhere", "--dry_run"), ["--random_weights", "Llama-3.1-8B"])
+
+
+def test_ctrl_c_ends_a_dry_run_in_one_line():
+    """Within torch's dispatch modes it ended the process with an error of C++, once in a few times."""
+    command = [sys.executable, "generate.py", "--random_weights", "Llama-3.1-8B", "--fit", "rtx4060ti-16"]
+    for delay in (0, 0.2, 0.4):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout.readline().startswith("Llama-3.1-8B on")  # from here on it simulates
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "interrupted\n")
