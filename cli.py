@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -91,6 +91,15 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: 
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """An answer on stdout, line by line as it is known; a reader who has gone (`| head`) ends it quietly."""
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
 
 
 @contextmanager

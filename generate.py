@@ -20,7 +20,7 @@ from torch import Tensor
 import predict
 from attention import KV_CACHES, PREFILL_ROWS
 from checkpoint import configuration, open_checkpoint, random_checkpoint
-from cli import Parser, check_writable, real, run, whole
+from cli import Parser, check_writable, print_lines, real, run, whole
 from entries import Checkpoint, Entry
 from inputs import fit_lengths, prompt_ids
 from measure import (
@@ -295,7 +295,8 @@ def warm_up(model, prompt: Tensor, args, sampling, steps: Steps, watch: Watch | 
             raise ValueError("the model's logits are not finite: damaged weights, or numbers too large for --precision")
         new = min(args.max_new_tokens, 4)
         run_through(generate(model, prompt[:, :length], new, sampling, length, steps), watch or Watch())
-    synchronize(model.norm.weight.device)
+    if not args.dry_run:
+        synchronize(model.norm.weight.device)
     return time.perf_counter() - begin
 
 
@@ -311,7 +312,8 @@ def rehearse(card: Card, checkpoint: Checkpoint, args, T: int) -> Transformer:
 
     model = set_up(args, checkpoint.hollow(visit), card.device, card)[0]
     predict.watch_model(model, card)
-    prompt, sampling, steps = torch.zeros(args.batch_size, T, dtype=torch.int64), sampling_of(args), Steps()
+    prompt, steps = torch.zeros(args.batch_size, T, dtype=torch.int64), Steps()
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     card.phase = "warm-up"
     warm_up(model, prompt, args, sampling, steps, card)
     for _ in card.distinct(range(args.num_samples), lambda i: "sample"):
@@ -418,13 +420,15 @@ def check_flags(args) -> None:
         for flag in ("cache_size", "prompt", "prompt_file", "prompt_tokens", "memory_profile", "write_result"):
             if getattr(args, flag) is not None:
                 raise ValueError(f"--fit looks for the largest --cache_size and fills it: leave --{flag} out")
-        for flag in ("dry_run", "chat", "gpu"):
+        for flag in ("dry_run", "chat", "system", "gpu"):
             if getattr(args, flag):
                 raise ValueError(f"--fit simulates with prompts of its own: leave --{flag} out")
     elif args.gpu is not None and not args.dry_run:
         raise ValueError("--gpu names the card of --dry_run: give that too, or leave it out")
     if args.profile is not None and args.memory_profile is not None:
         raise ValueError("--profile and --memory_profile each need a run of their own: leave one out")
+    if args.memory_profile is not None and args.memory_profile == args.write_result:
+        raise ValueError(f"--memory_profile {args.memory_profile}: --write_result names the same file")
     for flag in ("write_result", "profile", "memory_profile"):
         check_writable(f"--{flag}", getattr(args, flag))
 
@@ -434,24 +438,21 @@ def say_profile(path: str | None) -> None:
         say(f"memory profile: {path} (to draw it: python scripts/plot_memory.py {shlex.quote(path)})")
 
 
-def dry_run(args, checkpoint: Checkpoint, T: int) -> None:
-    """Print what the command would take on a card, and record it."""
+def dry_run(args, checkpoint: Checkpoint, T: int) -> int:
+    """Record what the command would take on a card, and print it. Status 0: "does not fit" is an answer."""
     gpu = predict.find_gpu("--gpu", args.gpu or DEFAULT_GPU)
-    prediction = predict.simulate(rehearse, args, checkpoint, T, gpu)
-    for line in predict.table(prediction, args, checkpoint, T):
-        print(line, flush=True)
-    if prediction.spare(gpu) < 0:
-        print(f"  on {gpu.name}: {predict.suggestion(rehearse, args, checkpoint, T, gpu)}")
-    if args.memory_profile is not None:
-        write_snapshot(args.memory_profile, simulated_snapshot(prediction.card))
-        say_profile(args.memory_profile)
-    result = result_line(prediction.model, args, [Sample(T, [[]])], None, (prediction.reserved, "simulated"), gpu.name)
+    predict.resident_with(args, checkpoint)  # refuses what is too much to be counted
+    p = predict.simulate(rehearse, args, checkpoint, T, gpu)
+    result = result_line(p.model, args, [Sample(T, [[]])], None, (p.reserved, "simulated"), gpu.name)
     asked = {"num_samples": args.num_samples, "new_tokens": args.max_new_tokens * args.batch_size * args.num_samples}
-    write_result(result | asked | prediction.record(), args.write_result)
-
-
-def sampling_of(args) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p)
+    write_result(result | asked | p.record(), args.write_result)
+    if args.memory_profile is not None:
+        write_snapshot(args.memory_profile, simulated_snapshot(p.card))
+        say_profile(args.memory_profile)
+    print_lines(predict.table(p, args, checkpoint, T))
+    if p.spare(gpu) < 0:
+        print_lines([f"  on {gpu.name}: {predict.suggestion(rehearse, args, checkpoint, T, gpu)}"])
+    return 0
 
 
 def set_up(args, checkpoint: Checkpoint, device: torch.device, watch: Watch) -> tuple[Transformer, str | None]:
@@ -472,7 +473,7 @@ def run_all(args, checkpoint: Checkpoint, tokenizer: Tokenizer | None, ids: list
     model, note = set_up(args, checkpoint, device, watch)
     if note:
         say(note)
-    sampling, prompt = sampling_of(args), torch.tensor([ids] * args.batch_size)
+    sampling, prompt = Sampling(args.temperature, args.top_k, args.top_p), torch.tensor([ids] * args.batch_size)
     steps = compile_steps(device, args.compile, args.compile_prefill)
     watch.phase = "warm-up"
     warm_s = warm_up(model, prompt, args, sampling, steps, watch)
@@ -496,8 +497,7 @@ def main(args: argparse.Namespace) -> int:
         check_compiler(device)
     checkpoint, tokenizer = find_model(args, device)
     if args.fit is not None:
-        for line in predict.fit_table(rehearse, args, checkpoint, predict.find_gpu("--fit", args.fit)):
-            print(line, flush=True)
+        print_lines(predict.fit_table(rehearse, args, checkpoint, predict.find_gpu("--fit", args.fit)))
         return 0
     ids = prompt_ids(args, checkpoint.args, tokenizer)
     length_note = fit_lengths(args, checkpoint.args, len(ids))
@@ -506,10 +506,9 @@ def main(args: argparse.Namespace) -> int:
     if length_note:
         say(length_note)
     if args.dry_run:
-        dry_run(args, checkpoint, len(ids))
-        return 0
-    if args.memory_profile is not None:
-        say("note: every allocation is recorded, which makes everything slower")
+        return dry_run(args, checkpoint, len(ids))
+    if args.memory_profile:
+        say("note: every allocation is recorded, which takes time and memory: rates and peak are those of a recorded run")
     with Recorder(args.memory_profile, device) as watch:
         status = run_all(args, checkpoint, tokenizer, ids, device, watch)
     say_profile(args.memory_profile)

@@ -62,6 +62,7 @@ def pick_device(name: str | None) -> torch.device:
             raise ValueError(f"--device {name}: no CUDA here (this torch is {torch.__version__}); use --device cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        torch.cuda.set_device(device.index or 0)  # events and streams that name no device are this one's
         return torch.device("cuda", device.index or 0)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: no Metal device here; use --device cpu")

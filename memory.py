@@ -360,10 +360,11 @@ def held_interrupts(card: Card) -> Iterator[None]:
     def keep(signal_number, frame):
         card.interrupted = True
 
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield
         return
-    before = signal.signal(signal.SIGINT, keep)
+    signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:

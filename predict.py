@@ -180,7 +180,8 @@ def resident_with(args, checkpoint: Checkpoint) -> int:
     model, _ = empty_model(checkpoint.args)
     if args.quantization:
         swap_layers(model, args.quantization, args.keep_head)
-    model.to(getattr(torch, args.precision))
+    for parameter in model.parameters():  # not the buffers: codes and scales keep their dtype
+        parameter.data = parameter.data.to(getattr(torch, args.precision))
     try:
         with torch.device("meta"):
             model.setup_caches(args.batch_size, args.cache_size, *cache_form(args))
@@ -229,7 +230,8 @@ def suggestion(rehearse: Rehearse, args, checkpoint: Checkpoint, T: int, gpu: Gp
     slots = largest_context(rehearse, with_flags(args, **flags), checkpoint, gpu)
     if not slots:
         return "no change of flags makes it fit"
-    return f"the most is --cache_size {slots}" + (f" with {text}" if text else "")
+    short = ": shorten the prompt" if slots < T + args.max_new_tokens else ""
+    return f"the most is --cache_size {slots}" + (f" with {text}" if text else "") + short
 
 
 def largest_context(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> int:
@@ -299,7 +301,8 @@ def fit_table(rehearse: Rehearse, args, checkpoint: Checkpoint, gpu: Gpu) -> Ite
         return known[scheme, kind]
 
     yield f"{checkpoint.args.name} on {gpu.name}, {gpu.usable / 1e9:.2f} GB usable beside the CUDA context: slots that fit"
-    yield f"of {limit:,}, filled in chunks of {args.prefill_chunk}, {mask} mask"
+    estimate = "; an ESTIMATE: compiled code is run uncompiled" if args.compile or args.compile_prefill else ""
+    yield f"of {limit:,}, filled in chunks of {args.prefill_chunk}, {mask} mask{estimate}"
     yield ""
     yield f"  {'weights':14}" + "".join(f"{f'{kind} cache':>14}" for kind in KV_CACHES)
     for scheme in [args.quantization] if checkpoint.quantization else [None, *QUANTIZERS]:

@@ -9,7 +9,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -170,13 +170,23 @@ class Recorder(Watch):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Also what CUDA and cuBLAS raise where they take memory beside torch's allocator."""
+    words = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    by_text = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return by_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def write_snapshot(path: str, snapshot: dict) -> None:
-    with open(path, "wb") as f:
-        pickle.dump(snapshot, f, protocol=4)
+    """The whole file or none."""
+    partial = f"{path}.partial"
+    try:
+        with open(partial, "wb") as f:
+            pickle.dump(snapshot, f, protocol=4)
+        os.replace(partial, path)
+    except OSError as e:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise OSError(f"--memory_profile {path}: {e.strerror}") from None
 
 
 @contextmanager

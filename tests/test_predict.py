@@ -1079,3 +1079,28 @@ def test_ctrl_c_ends_a_dry_run_in_one_line():
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("precision", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("scheme", (None, *QUANTIZERS))
+def test_what_must_be_there_is_known_without_a_simulation(scheme, precision):
+    """Codes and scales keep their dtype; counted in --precision, --fit found that float32 with int4 fits nowhere."""
+    flags = ["--precision", precision, *(["--quantization", scheme] if scheme else []), *KVQ, "--max_new_tokens", 3]
+    args, checkpoint = settled(MID, 20, *flags)
+    assert predict.resident_with(args, checkpoint) == simulate(MID, 20, *flags).resident
+
+
+def test_a_closed_pipe_keeps_the_result(tmp_path):
+    python, flags = shlex.quote(sys.executable), f"--random_weights tiny --dry_run --write_result {tmp_path / 'r'}"
+    command = f"{python} generate.py {flags} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "") and json.loads((tmp_path / "r").read_text())["cache_size"] == 206
+
+
+def test_a_context_that_cannot_be_counted_is_one_line(capsys):
+    check_error(*run(capsys, *TINY, "--dry_run", "--cache_size", 2000000000, "--no-linear_causal_mask"), ["2000000000"])
+
+
+def test_one_file_for_two_things_is_refused(capsys, tmp_path):
+    flags = ("--memory_profile", tmp_path / "x", "--write_result", tmp_path / "x")
+    check_error(*run(capsys, *TINY, *flags), ["--memory_profile", "--write_result"])
