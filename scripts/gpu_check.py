@@ -44,7 +44,6 @@ from generate import (
     prefill,
     read_tokens,
     rehearse,
-    sampling_of,
     set_up,
     warm_up,
 )
@@ -489,7 +488,8 @@ class MemoryRow:
             before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         with Timed(path, device) as watch:
             model, _ = set_up(self.args, self.checkpoint, device, watch)
-            sampling, prompt, steps = sampling_of(self.args), torch.tensor([self.ids]), Steps()
+            sampling = Sampling(self.args.temperature, self.args.top_k, self.args.top_p)
+            prompt, steps = torch.tensor([self.ids]), Steps()
             watch.phase = "warm-up"
             warm_up(model, prompt, self.args, sampling, steps, watch)
             watch.end = end

@@ -253,7 +253,7 @@ def test_the_simulation_agrees_with_a_real_run(tmp_path, T, flags):
     args, checkpoint = settled(MID, T, *flags)
     prompt, sampling, steps = (
         torch.zeros(args.batch_size, T, dtype=torch.int64),
-        generate.sampling_of(args),
+        generate.Sampling(args.temperature, args.top_k, args.top_p),
         generate.Steps(),
     )
 
